@@ -444,7 +444,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     named = [(op.formatted_name, bool(op.supports_autograd)) for op in samples.entries()]
     named += [(name, True) for name in CALLS]
-    chosen = {*selected(parser, "--ops", args.ops, [name for name, _ in named])}
+    chosen = {*selected("--ops", args.ops, [name for name, _ in named])}
     tasks = [
         {"entry": name, "variant": variant}
         for name, has_gradient in named

@@ -4,8 +4,10 @@ import argparse
 import fnmatch
 import math
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -62,13 +64,16 @@ def mesh_shape(*numbers_of_axes: int) -> Callable[[str], str]:
     return read
 
 
-def check_names(
-    parser: argparse.ArgumentParser, option: str, given: Iterable[str], known: Collection[str]
-) -> None:
+def _end(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_names(option: str, given: Iterable[str], known: Collection[str]) -> None:
     """Ends the command if a name is not known."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        parser.error(f"{option} is of {', '.join(known)}; got {unknown[0]!r}. Correct it.")
+        _end(f"{option} is of {', '.join(known)}; got {unknown[0]!r}. Correct it.")
 
 
 def part(text: str) -> tuple[int, int]:
@@ -82,13 +87,10 @@ def part(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
-def selected(
-    parser: argparse.ArgumentParser, option: str, patterns: str, known: Iterable[str]
-) -> list[str]:
+def selected(option: str, patterns: str, known: Iterable[str]) -> list[str]:
     """The names that match one of the patterns, in their order; ends the command if none does.
 
     Args:
-        parser: of the command.
         option: the patterns' own, such as "--ops".
         patterns: as for `fnmatch`, with commas between them. Each must match a name.
         known: the names.
@@ -98,7 +100,7 @@ def selected(
     for pattern in patterns.split(","):
         found = fnmatch.filter(known, pattern)
         if not found:
-            parser.error(
+            _end(
                 f"{option} has patterns of names, such as {known[0]}, each of which matches one; "
                 f"got {pattern!r}. Correct it, or leave it out."
             )

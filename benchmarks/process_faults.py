@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="also shows what processes said")
     parser.add_argument("faults", nargs="*", default=[], help="(default: all)")
     options = parser.parse_args(argv)
-    check_names(parser, "a fault", options.faults, [*FAULTS, *STARTS])
+    check_names("a fault", options.faults, [*FAULTS, *STARTS])
     folder = Path(os.environ.get("TMPDIR", "/tmp"))
     num_silent = 0
     for fault in options.faults or (*FAULTS, *STARTS):

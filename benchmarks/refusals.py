@@ -296,7 +296,7 @@ def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
     entries = {op.formatted_name: op for op in samples.entries()}
-    names = {*selected(parser, "--ops", args.ops, entries)}
+    names = {*selected("--ops", args.ops, entries)}
     number, count = args.part
     chosen = [op for op in samples.entries()[number::count] if op.formatted_name in names]
     counts: Counter[str] = Counter()

@@ -303,7 +303,7 @@ def _cell(found: dict[str, Any]) -> str:
 
 def main(args: argparse.Namespace) -> int:
     if args.case is not None:
-        check_names(parser, "--case", [args.case], CASES)
+        check_names("--case", [args.case], CASES)
         spmd.config.cache_dir = None
         spmd.simulate(DEVICES)
         spmd.use_spmd()

@@ -223,7 +223,7 @@ def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
     entries = {op.formatted_name: op for op in samples.entries()}
-    chosen = [entries[name] for name in selected(parser, "--ops", args.ops, entries)]
+    chosen = [entries[name] for name in selected("--ops", args.ops, entries)]
     counts: Counter[str] = Counter()
     found: list[Difference] = []
     for op in tqdm(chosen, desc="entries", disable=None):

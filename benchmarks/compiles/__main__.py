@@ -108,12 +108,12 @@ def main(args: argparse.Namespace) -> int:
         _serve(Target(args.target, num_devices=args.devices))
         return 0
     dtypes = args.dtypes.split(",")
-    check_names(parser, "--dtypes", dtypes, DTYPES)
+    check_names("--dtypes", dtypes, DTYPES)
     try:
         Target(args.target, num_devices=args.devices)
     except (spmd.errors.PlanError, ValueError) as error:
         parser.error(str(error))
-    selected(parser, "--ops", args.ops, samples.names())
+    selected("--ops", args.ops, samples.names())
     chosen = samples.matching(args.ops)
     tasks = [
         {"entry": op.formatted_name, "variant": variant, "dtype": dtype, "limit": args.samples}

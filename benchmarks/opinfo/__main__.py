@@ -110,9 +110,9 @@ def main(args: argparse.Namespace) -> int:
         return 0
     variants = args.variants.split(",") if args.variants else list(VARIANTS)
     dtypes = args.dtypes.split(",") if args.dtypes else list(DTYPES_BY_NAME)
-    check_names(parser, "--variants", variants, VARIANTS)
-    check_names(parser, "--dtypes", dtypes, DTYPES_BY_NAME)
-    selected(parser, "--ops", args.ops, samples.names())
+    check_names("--variants", variants, VARIANTS)
+    check_names("--dtypes", dtypes, DTYPES_BY_NAME)
+    selected("--ops", args.ops, samples.names())
     chosen = samples.matching(args.ops)
     tasks = [
         {

@@ -131,9 +131,9 @@ def main(args: argparse.Namespace) -> int:
         _serve()
         return 0
     known = [*(op.formatted_name for op in samples.entries()), *DRAWN]
-    names = selected(parser, "--ops", args.ops, known)
+    names = selected("--ops", args.ops, known)
     if args.meshes:
-        check_names(parser, "--meshes", args.meshes.split(","), [*map(str, range(len(MESHES)))])
+        check_names("--meshes", args.meshes.split(","), [*map(str, range(len(MESHES)))])
     counts = {Chains.name: args.chains, TableSteps.name: args.steps}
     tasks = []
     meshes = map(int, args.meshes.split(",")) if args.meshes else range(len(MESHES))

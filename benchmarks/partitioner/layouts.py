@@ -364,4 +364,4 @@ SWEEP = Sweep(
 )
 
 if __name__ == "__main__":
-    sys.exit(SWEEP.main(args, parser))
+    sys.exit(SWEEP.main(args))

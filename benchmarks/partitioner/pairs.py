@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import check_names, whole
 from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -366,9 +366,7 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tasks(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    unknown = {*(args.mesh or ())} - {*MESHES}
-    if unknown:
-        parser.error(f"--mesh is one of {', '.join(MESHES)}; got {', '.join(sorted(unknown))}")
+    check_names("--mesh", args.mesh or (), MESHES)
     groups = range(args.first, args.first + args.groups)
     return [
         {"call": name, "mesh": mesh, "group": group}
@@ -390,4 +388,4 @@ SWEEP = Sweep(
 )
 
 if __name__ == "__main__":
-    sys.exit(SWEEP.main(args, parser))
+    sys.exit(SWEEP.main(args))

@@ -131,7 +131,7 @@ def drawn_layouts(call: Call, count: int, rng: random.Random) -> list[tuple[Spec
 
 
 def main(args: argparse.Namespace) -> int:
-    names = selected(parser, "--calls", args.calls, CALLS)
+    names = selected("--calls", args.calls, CALLS)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     start()
     spmd.config.warn_of_recompiles = False

@@ -125,19 +125,18 @@ class Sweep:
     answer: Callable[[dict[str, Any]], dict[str, Any]]
     title: Callable[[int, argparse.Namespace], str]
 
-    def main(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    def main(self, args: argparse.Namespace) -> int:
         """The command; returns 1 if some program gave a wrong value or an error.
 
         Args:
-            args: its options.
-            parser: of `sweep_options.parser_of`, with the sweep's own options.
+            args: its options, of `sweep_options.parser_of` and the sweep's own.
         """
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
         if args.worker:
             start()
             workers.serve(self.answer)
             return 0
-        names = selected(parser, "--calls", args.calls, self.calls)
+        names = selected("--calls", args.calls, self.calls)
         tasks = self.tasks(names, args)
         journal = args.out / f"{self.result}.journal"
         answers = workers.run(

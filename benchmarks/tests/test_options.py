@@ -43,17 +43,16 @@ def test_what_is_read() -> None:
 
 
 def test_patterns_and_names(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
     known = ["add", "addmm", "mul"]
-    assert options.selected(parser, "--ops", "mul,add*", known) == known
-    options.check_names(parser, "--case", ["mul"], known)
+    assert options.selected("--ops", "mul,add*", known) == known
+    options.check_names("--case", ["mul"], known)
     for call, message in (
         (
-            lambda: options.selected(parser, "--ops", "add,adx", known),
+            lambda: options.selected("--ops", "add,adx", known),
             "--ops has patterns of names, such as add, each of which matches one; got 'adx'. Corr",
         ),
         (
-            lambda: options.check_names(parser, "--case", ["mull"], known),
+            lambda: options.check_names("--case", ["mull"], known),
             "--case is of add, addmm, mul; got 'mull'. Correct it.",
         ),
     ):
