@@ -89,6 +89,21 @@ def test_counts_of_loaders_are_refused_when_the_loader_is_made(name):
     pl.MpDeviceLoader([], torch_xla.device(), **{name: 1})
 
 
+def test_functions_optimizers_and_modules_are_refused_if_they_are_none():
+    for value in (5, "text", None, [1]):
+        for call in (
+            lambda v=value: xm.optimizer_step(v),
+            lambda v=value: xm.reduce_gradients(v),
+            lambda v=value: xm.broadcast_master_param(v),
+            lambda v=value: xm.rendezvous("tag", v),
+            lambda v=value: xm.mesh_reduce("tag", 1, v),
+            lambda v=value: xm.do_on_ordinals(v),
+            lambda v=value: xm.add_step_closure(v),
+        ):
+            with pytest.raises(TypeError, match=r" is (a function|of type .*); got .*\. Write "):
+                call()
+
+
 def test_dims_platforms_and_ordinals():
     value = torch.ones(2, 3, device="xla")
     for call in (

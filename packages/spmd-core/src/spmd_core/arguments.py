@@ -1,4 +1,4 @@
-"""Checks of numbers and booleans among arguments, by hand or by a function's annotations."""
+"""Checks of arguments: numbers and booleans, also by annotations; functions; objects of a kind."""
 
 import functools
 import inspect
@@ -75,6 +75,42 @@ def require_bool(name: str, value: object) -> bool:
             f"Write {name}=True or {name}=False."
         )
     return bool(value)
+
+
+def require_callable(name: str, value: object) -> None:
+    """Raises TypeError for an argument that cannot be called.
+
+    Example:
+        >>> require_callable("function", print)
+    """
+    if not callable(value):
+        raise TypeError(
+            f"{name} is a function; got {value!r}, of type {type(value).__name__}. Write a "
+            "function itself, not its result."
+        )
+
+
+def require_kind(name: str, value: object, *kinds: type, write: str) -> None:
+    """Raises TypeError for an argument that is an object of no such type.
+
+    Args:
+        name: the argument's.
+        value: what was given.
+        kinds: the types.
+        write: what to write instead.
+
+    Example:
+        >>> require_kind("module", 5, dict, write="a dict")
+        Traceback (most recent call last):
+        TypeError: module is of type dict; got 5, of type int. Write a dict.
+    """
+    if not isinstance(value, kinds):
+        shown = repr(value)
+        raise TypeError(
+            f"{name} is of type {' or '.join(kind.__name__ for kind in kinds)}; got "
+            f"{shown if len(shown) <= 80 else f'{shown[:77]}...'}, of type {type(value).__name__}. "
+            f"Write {write}."
+        )
 
 
 def checked(**least: float) -> Callable[[Function], Function]:

@@ -74,11 +74,13 @@ def test_a_split_batch_that_varies_says_why(mesh_1d, num_devices):
 
     def trained():
         model = nn.Linear(8, 4).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for n in (3, 5, 4, 7, 6, 9):
-            x = torch.ones(8 * n * num_devices, 8).to("xla")
+            x = torch.ones(n * num_devices, 8).to("xla")
             spmd.mark_sharding(x, mesh_1d, ("x", None))
             model(x).square().mean().backward()
-            model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             spmd.sync()
 
     for loop in (summed, trained):

@@ -247,6 +247,42 @@ def test_switches_and_texts_that_are_checked_inside():
     torch.xla.set_device("xla")
 
 
+def test_functions_meshes_and_structures_are_refused_if_they_are_none():
+    mesh = get_1d_mesh("x")
+    x = torch.ones(8, 4, device="xla")
+    for value in (5, "text", None, [1]):
+        for call in (
+            lambda v=value: spmd.add_step_closure(v),
+            lambda v=value: spmd.shard_map(v, mesh, in_specs=[("x",)], out_specs=("x",)),
+            lambda v=value: spmd.call_jax(v, x),
+            lambda v=value: spmd.plan(v, topology="v4-8"),
+            lambda v=value: spmd.pipeline_loss(v, nn.Linear(2, 2), x),
+        ):
+            with pytest.raises(
+                TypeError, match=r" is a function; got .*\. Write a function itself"
+            ):
+                call()
+    for value in (5, "text", [1]):
+        for call in (
+            lambda v=value: spmd.pipeline_loss(print, v, x),
+            lambda v=value: spmd.plan(print, topology=[v]),
+            lambda v=value: spmd.send_to_device(torch.ones(8), v),
+            lambda v=value: spmd_data.ShardedSampler(8, batch_size=2).load_state_dict(v),
+            lambda v=value: spmd_data.MpDeviceLoader([x], "xla").load_state_dict(v),
+        ):
+            with pytest.raises(TypeError, match=r" is of type .*; got .*, of type .*\. Write "):
+                call()
+        with pytest.raises(
+            spmd.errors.MeshError, match=r"a mesh is needed; got .*\. Build one: Mes"
+        ):
+            spmd.shard_map(print, value, in_specs=[("x",)], out_specs=("x",))
+    with pytest.raises(
+        TypeError, match=r"args is of type tuple or list; got 5, of type int\. Write"
+    ):
+        spmd.add_step_closure(print, 5)
+    spmd.add_step_closure(print, [])
+
+
 # Calls that eager torch refuses, by a device.
 REFUSED_BY_TORCH = {
     **{

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import Part, parts_of_processes
@@ -185,6 +185,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
             DataError: the state is of another dataset, seed or batch size, or not a sampler's
                 state.
         """
+        require_kind("state", state, Mapping, write="what state_dict() returned")
         missing = [key for key in ("format", "epoch", "samples", "source") if key not in state]
         if missing or state["format"] != _FORMAT:
             raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import require_callable
 from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.manual.collectives import all_reduce, axis_group
@@ -193,6 +194,7 @@ def shard_map(
         [16.0, 16.0, 16.0]
     """
     devices.require_spmd("shard_map")
+    require_callable("function", function)
     manual = manual_axes(mesh, axis_names)
     if not isinstance(in_specs, (tuple, list)):
         raise PartitionSpecError(

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from spmd_core.arguments import require_callable, require_kind
 from spmd_core.errors import WrapError
 from spmd_core.manual.collectives import all_reduce
 from spmd_core.manual.region import inside
@@ -72,6 +73,8 @@ def pipeline_loss(
         >>> loss.backward()
     """
     require_spmd("pipeline_loss")
+    require_callable("loss_function", loss_function)
+    require_kind("model", model, nn.Module, write="the module that has the pipeline")
     found = [module for module in model.modules() if isinstance(module, Pipeline)]
     if len(found) != 1:
         raise WrapError(

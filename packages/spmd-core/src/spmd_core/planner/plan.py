@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_callable, require_int, require_kind
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
@@ -157,6 +157,8 @@ def plan(
         raise PlanError(
             "a plan cannot be made inside of a plan; got a second one. Plan them apart."
         )
+    require_callable("function", function)
+    require_kind("topology", topology, str, Topology, write="for instance topology='v4-8'")
     quiet_steps = require_int("quiet_steps", quiet_steps, least=1)
     num_slices = require_int("num_slices", num_slices, least=1)
     found = topology if isinstance(topology, Topology) else find(topology, num_slices=num_slices)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from torch.utils import _pytree as pytree
 
 from spmd_core import dtypes, releases
+from spmd_core.arguments import require_callable
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec
@@ -96,13 +97,15 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         DeviceMismatchError: a tensor on another device.
-        TypeError: an argument is neither a tensor nor hashable, or a result is not an array.
+        TypeError: `function` is none; an argument is neither a tensor nor hashable, or a result is
+            not an array.
 
     Example:
         >>> import jax.numpy as jnp
         >>> call_jax(jnp.cumsum, torch.ones(4, device="xla"), axis=0).tolist()
         [1.0, 2.0, 3.0, 4.0]
     """
+    require_callable("function", function)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     static = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)

@@ -254,7 +254,12 @@ def given_or_global(mesh: Mesh | None, what: str) -> Mesh:
 
 
 def check_devices(mesh: Mesh, num_devices: int) -> None:
-    """Raises MeshError unless every device id of `mesh` is below `num_devices`."""
+    """Raises MeshError unless `mesh` is one, and every device id of it below `num_devices`."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"a mesh is needed; got {mesh!r}, of type {type(mesh).__name__}. Build one: "
+            "Mesh(device_ids, mesh_shape, axis_names)."
+        )
     missing = mesh.device_ids[mesh.device_ids >= num_devices]
     if missing.size:
         raise MeshError(

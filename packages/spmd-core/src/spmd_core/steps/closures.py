@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable, require_kind
 from spmd_core.config import config
 from spmd_core.graph.recorders import lock
 from spmd_core.marks.marking import mark_sharding
@@ -62,7 +62,10 @@ def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool
 
     Raises:
         RuntimeError: an earlier asynchronous closure raised.
+        TypeError: `closure` is no function, or `args` no tuple or list.
     """
+    require_callable("closure", closure)
+    require_kind("args", args, tuple, list, write="args=(value,)")
     _background.raise_error()
     _waiting.append(_StepClosure(closure, tuple(args), run_async))
 

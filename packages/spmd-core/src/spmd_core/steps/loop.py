@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution
 from spmd_core.runtime import in_flight
@@ -30,6 +30,7 @@ def optimizer_step(
         barrier: whether to end the step afterwards, as `sync()` does.
         optimizer_args: keyword arguments for the optimizer's `step`.
     """
+    require_kind("optimizer", optimizer, torch.optim.Optimizer, write="a torch.optim.Optimizer")
     result = optimizer.step(**(optimizer_args or {}))
     if barrier:
         execution.end_step()

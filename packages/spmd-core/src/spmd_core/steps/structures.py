@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from spmd_core import files, releases, source_lines
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import SpmdError
 from spmd_core.marks import process_data
 from spmd_core.marks.marking import mark_sharding, start_upload
@@ -105,8 +105,12 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
 
     Raises:
         NotInSpmdModeError: a sharding is given outside of SPMD mode.
+        TypeError: `input_sharding` is no ShardingSpec.
         DataError, MeshError, ProcessError: see `from_process_local`.
     """
+    if input_sharding is not None:
+        write = "ShardingSpec(mesh, partition_spec)"
+        require_kind("input_sharding", input_sharding, ShardingSpec, write=write)
     if input_sharding is not None and input_sharding.minibatch and processes.process_count() > 1:
         return _send_parts(data, input_sharding)
 

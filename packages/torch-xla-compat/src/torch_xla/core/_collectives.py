@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from torch_xla.core import _replica_groups
 
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
@@ -190,3 +190,4 @@ def collective_broadcast(
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
     """Broadcasts the first replica's parameters: does nothing, as there is one replica."""
+    require_kind("model", model, torch.nn.Module, write="a torch.nn.Module")

@@ -9,7 +9,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import debugging, releases
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_callable, require_int, require_kind
 from spmd_core.marks import marking
 from spmd_core.modules import barrier
 from spmd_core.runtime import processes
@@ -211,6 +211,7 @@ def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True
 ) -> None:
     """Does nothing: there is one logical replica, so gradients are already complete."""
+    require_kind("optimizer", optimizer, torch.optim.Optimizer, write="a torch.optim.Optimizer")
     check_world_of_one(groups)
 
 
@@ -360,6 +361,7 @@ def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
     """Waits for the processes of all hosts; returns their payloads, in the order of processes."""
+    require_kind("payload", payload, bytes, write="for instance payload=b'ready'")
     if processes.process_count() == 1:
         return [payload]
     lengths = _multihost_utils.process_allgather(np.array([len(payload)]))
@@ -384,6 +386,7 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
     Raises:
         TypeError: the data holds something else.
     """
+    require_callable("reduce_fn", reduce_fn)
     if processes.process_count() == 1:
         return reduce_fn([structures.to_cpu(data)])
     payload = _exchanged.to_bytes(structures.to_cpu(data))
@@ -394,6 +397,7 @@ def do_on_ordinals(
     target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)
 ) -> Any:
     """Runs `target(*data)` if replica 0, the only one, is in `ordinals`; else returns None."""
+    require_callable("target", target)
     runs = any(require_int("ordinals", ordinal) == 0 for ordinal in ordinals)
     return target(*data) if runs else None
 
