@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
-from spmd_core.arguments import checked, require_number
+from spmd_core.arguments import checked, require_kind, require_number
 from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.runtime import interrupts
@@ -194,6 +194,7 @@ class MpDeviceLoader:
             DataError: `state` is of another kind of loader, or of another dataset, seed or batch
                 size.
         """
+        require_kind("state", state, Mapping, write="what state_dict() returned")
         self.close()
         self._position = None
         self._source.load(state)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from spmd_core.arguments import require_kind
 from spmd_core.errors import DataError
 from spmd_data.saved_states import check_same
 
@@ -51,7 +50,6 @@ class Source(abc.ABC):
             DataError: `state` is of another kind of loader, dataset, seed or batch size, or not a
                 state.
         """
-        require_kind("state", state, Mapping, write="what state_dict() returned")
         if state.get("format") != FORMAT or state.get("kind") != self.kind:
             raise DataError(
                 f"a loader goes on from a state of its own kind; got format {state.get('format')!r}"
