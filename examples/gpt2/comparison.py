@@ -7,11 +7,13 @@ losses, memory and collectives. The options are those of `examples.gpt2.train`.
 """
 
 from examples.gpt2.config import config_from
-from examples.training.knobs import KnobError, check_command_line
+from examples.training.knobs import KnobError, check_command_line, check_ranges
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
-    check_command_line(lambda: config_from(None, usage=__doc__, module="examples.gpt2.comparison"))
+    check_command_line(
+        lambda: check_ranges(config_from(None, usage=__doc__, module="examples.gpt2.comparison"))
+    )
 
 import sys
 from pathlib import Path

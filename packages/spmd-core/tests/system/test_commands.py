@@ -176,7 +176,7 @@ for file, module, given in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 # Of the learning rate at the end, where a negative one stands for a tenth of the peak.
-TAKEN = ("gpt2/train.py --min-lr=-1", "llama_tp/train.py --min-lr=-1")
+TAKEN = tuple(f"{recipe}.py --min-lr=-1" for recipe in ("train", "comparison"))
 
 
 def test_every_command_refuses_wrong_numbers_before_it_imports_a_framework():
