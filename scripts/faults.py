@@ -230,14 +230,14 @@ FAULTS = (
     Fault(
         "spmd_core/program/lower.py",
         "nothing is donated: updates in place need twice the memory",
-        "donate_argnums=tuple(i + 1 for i in graph.donated)",
+        "donate_argnums=tuple(i + 1 for i in recorded.donated)",
         "donate_argnums=()",
     ),
     Fault(
         "spmd_core/program/planning.py",
         "the cache's key lacks the donated inputs: it frees held buffers",
-        "return compile_cache.get(self.key, lambda",
-        "return compile_cache.get(self.key._replace(donated=()), lambda",
+        "return compile_cache.get(self.key, self",
+        "return compile_cache.get(self.key._replace(donated=()), self",
     ),
     Fault(
         "spmd_core/program/fold.py",
@@ -248,8 +248,8 @@ FAULTS = (
     Fault(
         "spmd_core/program/lower.py",
         "results lie where the partitioner likes, not as they are marked",
-        "out_shardings=(out_shardings, self.index_flag.out_sharding)",
-        "out_shardings=(None, self.index_flag.out_sharding)",
+        "out_shardings=(out_shardings, fold.flag.out_sharding)",
+        "out_shardings=(None, fold.flag.out_sharding)",
     ),
     Fault(
         "spmd_core/program/execution.py",

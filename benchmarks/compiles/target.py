@@ -1,6 +1,5 @@
 """What is compiled for: a TPU's topology, by its compiler; CUDA, by lowering alone."""
 
-import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,10 @@ import jax
 import spmd_core as spmd
 from spmd_core.graph.placement import Placement
 from spmd_core.planner import topology
-from spmd_core.program.lower import Traced
-from spmd_core.program.program import Program
+from spmd_core.program import ir, planned_program
+from spmd_core.program import target as lowering_target
+from spmd_core.program.lower import Lowered, lower
+from spmd_core.program.program import Program, new_record
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.jax_sharding import replicated
@@ -65,12 +66,12 @@ class Target:
             NotImplementedError: a kernel of the CPU is in a program for CUDA.
             Exception: whatever the lowerings, jax or XLA raise.
         """
-        traced = Traced(graph, "program")
+        lowered = _lowered(graph, "program", (CUDA,) if self.name == CUDA else None)
         if self.name != CUDA:
             with jax.enable_x64(True):
-                traced.lowered.compile()
+                lowered.stage.compile()
             return
-        elsewhere = re.search(r"custom_call @(lapack_\w+|\w*callback\w*)", traced.lowered.as_text())
+        elsewhere = re.search(r"custom_call @(lapack_\w+|\w*callback\w*)", lowered.stage.as_text())
         if elsewhere is not None:
             raise NotImplementedError(f"{elsewhere[1]} is no kernel of CUDA's")
 
@@ -82,16 +83,22 @@ class Target:
             with mock.patch.object(abstract.Run, "compile_options", return_value={}):
                 yield
             return
-        for_cuda = functools.partialmethod(Traced.__init__, platforms=(CUDA,))
         with (
             mock.patch.object(devices, "platform", return_value="gpu"),
-            mock.patch.object(Traced, "__init__", for_cuda),
-            mock.patch.object(Program, "_compile", _place),
+            mock.patch.object(planned_program, "build", _for_cuda),
         ):
             yield
 
 
-def _place(program: Program) -> None:
-    """Where the partitioner would have chosen a sharding, results are replicated."""
-    whole = Placement.of(replicated(program.graph.device_ids), None)
-    program.out_placements = [whole if p is None else p for p in program.out_placements]
+def _lowered(graph: RecordedGraph, name: str, platforms: tuple[str, ...] | None) -> Lowered:
+    recorded = ir.Graph.of(graph)
+    target = lowering_target.Target.of(recorded)
+    return lower(recorded, target, name, platforms=platforms)
+
+
+def _for_cuda(graph: RecordedGraph, name: str, **options: Any) -> Program:
+    """A program that is lowered alone; results that the partitioner would place are replicated."""
+    lowered = _lowered(graph, name, (CUDA,))
+    whole = Placement.of(replicated(graph.device_ids), None)
+    placements = tuple(whole if p is None else p for p in lowered.out_placements)
+    return Program(lowered, None, placements, new_record(graph, name))

@@ -27,8 +27,9 @@ from benchmarks.lowered import texts
 from spmd_core.errors import DeviceMemoryError
 from spmd_core.graph.placement import Placement
 from spmd_core.planner import plan as planning
-from spmd_core.program import planned_program
-from spmd_core.program.lower import Traced
+from spmd_core.program import ir, planned_program
+from spmd_core.program.lower import lower as lower_graph
+from spmd_core.program.target import Target
 from spmd_core.runtime.jax_sharding import replicated
 
 # 8 devices of each.
@@ -71,7 +72,8 @@ RUNS = {
 
 def _lowered(seen: planning._Seen, topology: object, *, machine_code: bool) -> None:
     """Replaces a plan's compilation: only lowers the program."""
-    Traced(seen.program.graph, seen.program.name)
+    graph = ir.Graph.of(seen.program.graph)
+    lower_graph(graph, Target.of(graph), seen.program.name)
     raise DeviceMemoryError("lowered, not compiled")
 
 

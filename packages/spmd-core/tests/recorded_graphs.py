@@ -4,7 +4,6 @@ import torch
 
 from spmd_core.graph.recorders import lock
 from spmd_core.program.ir import Graph
-from spmd_core.program.lower import out_placements
 from spmd_core.program.planning import plan
 from spmd_core.program.target import Target, Whole
 
@@ -17,7 +16,7 @@ def graph_of(*tensors: torch.Tensor) -> Graph:
 
 def target_of(graph: Graph, platform: str = "cpu", *, whole: Whole = Whole.NOTHING) -> Target:
     """What a graph is lowered for."""
-    return Target.of(graph, platform, out_placements(graph), whole)
+    return Target.of(graph, whole=whole, platform=platform)
 
 
 def rewritten(rewrite, graph: Graph, platform: str = "cpu", *, whole: Whole = Whole.NOTHING):

@@ -97,7 +97,7 @@ def test_what_does_not_go_through_the_router_runs_with_the_next_operation(eagerl
 def test_an_error_shows_at_the_operation_and_leaves_the_mode_whole(eagerly, monkeypatch):
     x = torch.ones(3).to("xla")
 
-    def fail(key, build):
+    def fail(*args):
         raise spmd.errors.ProgramError("the device failed")
 
     monkeypatch.setattr("spmd_core.program.compile_cache.find", lambda key: None)

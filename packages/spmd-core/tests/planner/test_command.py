@@ -12,6 +12,7 @@ import pytest
 
 import spmd_core as spmd
 from spmd_core.planner import command, search
+from spmd_core.program import planned_program
 
 SCRIPT = """
 import argparse
@@ -86,12 +87,10 @@ def test_a_read_shows_what_there_is_and_the_line(script, num_devices, capsys):
 
 @pytest.mark.one_device
 def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypatch):
-    from spmd_core.program.program import Program  # noqa: PLC0415
-
-    def refuse(self) -> None:
+    def refuse(graph, name, **options):
         raise spmd.errors.DeviceMemoryError("a program must fit")
 
-    monkeypatch.setattr(Program, "_compile", refuse)
+    monkeypatch.setattr(planned_program, "build", refuse)
     assert _main(num_devices, "--", script) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.planner.parts import Part, roles
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, planned_program
 from spmd_core.runtime import devices
 from spmd_core.runtime.processes import get_1d_mesh
 
@@ -246,12 +246,10 @@ def _computed(x: torch.Tensor) -> None:
 
 
 def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, monkeypatch):
-    from spmd_core.program.program import Program  # noqa: PLC0415
-
-    def refuse(self) -> None:
+    def refuse(graph, name, **options):
         raise spmd.errors.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
 
-    monkeypatch.setattr(Program, "_compile", refuse)
+    monkeypatch.setattr(planned_program, "build", refuse)
     made = spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
     assert made.fits is False
     assert made.peak_bytes is None
@@ -261,9 +259,7 @@ def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, mon
 
 @pytest.mark.skipif(spmd.global_runtime_device_count() == 1, reason="one device has all results")
 def test_what_does_not_fit_while_the_function_runs_is_reported(num_devices, monkeypatch):
-    from spmd_core.program.program import Program  # noqa: PLC0415
-
-    def refuse(self) -> None:
+    def refuse(graph, name, **options):
         raise spmd.errors.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
 
     def function() -> None:
@@ -274,7 +270,7 @@ def test_what_does_not_fit_while_the_function_runs_is_reported(num_devices, monk
         raise AssertionError("the plan goes on behind a program that does not fit")
 
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(Program, "_compile", refuse)
+    monkeypatch.setattr(planned_program, "build", refuse)
     made = spmd.plan(function, topology=f"cpu-{num_devices}")
     assert made.fits is False and made.refusals == (
         "a program must fit; it takes 58.4G of 31.0G hbm",

@@ -1,5 +1,6 @@
 """The cut: what it computes, compiles and donates, and what happens when a program fails."""
 
+import dataclasses
 import gc
 import math
 import re
@@ -362,11 +363,11 @@ def broken(monkeypatch):
 
     original = compile_cache.get
 
-    def get(key, build):
+    def get(key, *args):
         names = {entry.name for entry in key.structure if not isinstance(entry, int)}
         if Broken.on and Broken.op in names:
             raise spmd.errors.ProgramError("the device failed")
-        return original(key, build)
+        return original(key, *args)
 
     monkeypatch.setattr(compile_cache, "find", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", get)
@@ -518,7 +519,7 @@ def test_an_interrupted_cut_loses_nothing(monkeypatch):
     w.mul_(5)
     original = compile_cache.get
 
-    def interrupt(key, build):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compile_cache, "find", lambda key: None)
@@ -535,12 +536,12 @@ def test_out_of_memory_names_the_program_and_its_largest_values(monkeypatch):
     x = torch.ones(1000, 1000).to("xla")
     y = x @ x
     spmd.sync()
-    program = compile_cache.newest()
 
     def exhausted(*args):
         raise torch_error("RESOURCE_EXHAUSTED: Out of memory allocating 4000000 bytes.")
 
-    monkeypatch.setattr(program, "compiled", exhausted)
+    failing = dataclasses.replace(compile_cache.newest(), compiled=exhausted)
+    monkeypatch.setitem(compile_cache._programs, compile_cache.keys()[-1], failing)
     z = x @ x
     with pytest.raises(
         spmd.errors.DeviceMemoryError, match=r"(?s)spmd_1ops_1in.*Shard more.*4\.0 MB  an argument"

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.program import growing_sizes
-from spmd_core.program.lower import Function
-from spmd_core.program.program import Program
+from spmd_core.program import compile_cache, growing_program, growing_sizes
 
 counter = spmd.metrics.counter
 ORDERS = {
@@ -64,27 +62,27 @@ def test_sizes_with_a_divisor_in_common_do_not_speak_for_others():
 
 def test_what_fails_at_one_size_fails_at_no_other(monkeypatch):
     """Neither its program, nor its trace for another cut."""
-    trace, build = Function.jaxpr, Program._compile
+    trace, build = growing_program.jaxpr, compile_cache.build
 
-    def fails(function):
-        return any(5 in leaf.spec.shape for leaf in function.graph.leaves)
+    def fails(graph):
+        return any(5 in leaf.spec.shape for leaf in graph.leaves)
 
-    def traced(self):
-        assert not fails(self), "this size cannot be traced"
-        return trace(self)
+    def traced(graph, name):
+        assert not fails(graph), "this size cannot be traced"
+        return trace(graph, name)
 
-    def compiled(self):
-        assert not fails(self), "this size cannot be compiled"
-        build(self)
+    def built(graph, name):
+        assert not fails(graph), "this size cannot be compiled"
+        return build(graph, name)
 
-    monkeypatch.setattr(Function, "jaxpr", traced)
-    monkeypatch.setattr(Program, "_compile", compiled)
+    monkeypatch.setattr(growing_program, "jaxpr", traced)
+    monkeypatch.setattr(compile_cache, "build", built)
     wrong = torch.ones(5, 3).to("xla") * 2
     with pytest.raises(AssertionError, match="cannot be compiled"):
         wrong.cpu()
     for n in (6, 7, 8):
         assert (torch.ones(n, 3).to("xla") * 2).cpu().sum() == 6 * n
-    monkeypatch.setattr(Program, "_compile", build)
+    monkeypatch.setattr(compile_cache, "build", build)
     assert wrong.cpu().sum() == 30
     for n in (4, 5, 6):  # a sample that cannot be traced any more
         assert (torch.ones(n, 3).to("xla") * 3 + 1).cpu().sum() == 12 * n

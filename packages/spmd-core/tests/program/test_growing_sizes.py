@@ -335,6 +335,7 @@ def test_out_of_memory_says_how_to_have_no_room():
     grow(3)
     program = compile_cache.newest()
     assert program is not None and program.graph.growth is not None
-    error = explained(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), program)
+    error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    error = explained(error, program.graph, program.record)
     assert isinstance(error, DeviceMemoryError)
     assert "spmd_core.config.bound_growing_sizes = False" in str(error)

@@ -319,7 +319,7 @@ def test_processes_agree_by_one_reduction(num_devices: int, monkeypatch: Any) ->
     found = [table[rows[0] + 0], table.index_select(0, rows[1]), F.embedding(rows[2], table)]
     assert num_checks(*found) == 3
     program = compile_cache.newest()
-    assert program is not None and program.index_flag.out_sharding.is_fully_replicated
+    assert program is not None and program.compiled.output_shardings[1].is_fully_replicated
     assert collectives(program.compiled_text()) == (num_devices > 1)
     assert "s32[] all-reduce(" in program.compiled_text() or num_devices == 1
     wrong = table[rows[0] + 1]

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 import spmd_core as spmd
 from spmd_core.ops.kernels import flash
+from spmd_core.program import compilation
 
 
 @pytest.fixture(autouse=True)
@@ -360,17 +361,15 @@ def test_batch_and_heads_are_not_gathered(mesh_2d, num_devices, options, compile
 @pytest.fixture
 def compiled_text(monkeypatch):
     """A function that returns the HLO of the program compiled last."""
-    from spmd_core.program import program  # noqa: PLC0415
-
     made = []
-    analyse = program.Program._analyse
+    analyse = compilation._analyse
 
-    def keep(self, *args):
-        made.append(self)
-        return analyse(self, *args)
+    def keep(compiled, record):
+        made.append(compiled)
+        analyse(compiled, record)
 
-    monkeypatch.setattr(program.Program, "_analyse", keep)
-    return lambda: made[-1].compiled.as_text()
+    monkeypatch.setattr(compilation, "_analyse", keep)
+    return lambda: made[-1].as_text()
 
 
 # Memory.

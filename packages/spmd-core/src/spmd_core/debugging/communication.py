@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd_core.debugging import hlo_collectives
 from spmd_core.debugging.slices import SliceNumbers
+from spmd_core.program.lower import Lowered
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime.jax_sharding import jax_axis_names
@@ -184,17 +185,15 @@ def _axes_text(c: Collective) -> str:
 
 def of_program(program: Program) -> Collectives:
     """The collectives of a compiled program."""
-    return of_text(program.compiled_text(), program)
+    return of_text(program.compiled_text(), program.lowered)
 
 
-def of_text(hlo: str, program: Program) -> Collectives:
+def of_text(hlo: str, lowered: Lowered) -> Collectives:
     """The collectives of a program's optimised module, given as text."""
-    graph, numbers = program.graph, SliceNumbers(program.devices)
+    graph, numbers = lowered.graph, SliceNumbers(lowered.devices)
     meshes = _meshes(graph)
     found = hlo_collectives.collectives(hlo, numbers.num_devices)
-    return Collectives.of(
-        (_collective(c, graph, meshes, numbers) for c in found), program.record.name
-    )
+    return Collectives.of((_collective(c, graph, meshes, numbers) for c in found), lowered.name)
 
 
 def _collective(

@@ -19,10 +19,9 @@ from spmd_core.graph.storage import Storage, pending, read
 from spmd_core.graph.values import Spec
 from spmd_core.program import compile_cache, pipeline, planning
 from spmd_core.program.ir import Graph
-from spmd_core.program.lower import Traced, out_placements
+from spmd_core.program.lower import Lowered, lower
 from spmd_core.program.program import Program
 from spmd_core.program.target import Target
-from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import device_tensor
 
 
@@ -45,9 +44,9 @@ def stablehlo(*tensors: torch.Tensor, program: Program | ProgramRecord | None = 
         module @jit_spmd_1ops_1in attr
     """
     with lock:
-        traced = _kept(program, "stablehlo") or _traced(tensors, "stablehlo")
-        return traced.lowered.as_text(
-            debug_info=any(node.origin is not None for node in traced.graph.nodes)
+        lowered = _lowered(tensors, program, "stablehlo")
+        return lowered.stage.as_text(
+            debug_info=any(node.origin is not None for node in lowered.graph.nodes)
         )
 
 
@@ -80,8 +79,7 @@ def hlo(
         if stage == "after":
             found = _kept(program, "hlo") or _planned(tensors, "hlo").program()
             return found.compiled_text()
-        traced = _kept(program, "hlo") or _traced(tensors, "hlo")
-        computation = traced.lowered.compiler_ir("hlo")
+        computation = _lowered(tensors, program, "hlo").stage.compiler_ir("hlo")
         assert computation is not None
         text: str = computation.get_hlo_module().to_string()
         return text
@@ -160,8 +158,8 @@ def passes(*tensors: torch.Tensor, program: Program | ProgramRecord | None = Non
     with lock:
         found = _kept(program, "passes")
         graph = Graph.of(found.graph if found else _planned(tensors, "passes").graph())
-    target = Target.of(graph, devices.platform(), out_placements(graph))
-    return "\n".join(f"{name}:\n{each.text()}" for name, each in pipeline.stages(graph, target))
+    stages = pipeline.stages(graph, Target.of(graph))
+    return "\n".join(f"{name}:\n{each.text()}" for name, each in stages)
 
 
 def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
@@ -237,9 +235,15 @@ def _kept(program: Program | ProgramRecord | None, what: str) -> Program | None:
     return kept(program, what) if isinstance(program, ProgramRecord) else program
 
 
-def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:
+def _lowered(
+    tensors: Sequence[torch.Tensor], program: Program | ProgramRecord | None, what: str
+) -> Lowered:
+    """A compiled program as it was lowered, or the one that a `sync()` of the tensors would run."""
+    if program is not None:
+        return (kept(program, what) if isinstance(program, ProgramRecord) else program).lowered
     planned = _planned(tensors, what)
-    return Traced(planned.graph(), planned.name)
+    graph = Graph.of(planned.graph())
+    return lower(graph, Target.of(graph), planned.name)
 
 
 def _planned(tensors: Sequence[torch.Tensor], what: str) -> planning.Plan:

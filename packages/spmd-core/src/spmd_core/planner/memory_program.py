@@ -1,4 +1,4 @@
-"""A program for TPUs that are not there, compiled as far as its memory is known."""
+"""Compiles programs for TPUs that are not there, as far as their memory is known."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import jax
 from spmd_core import counters
 from spmd_core.errors import PlanError
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.storage import Storage
 from spmd_core.planner.topology import Topology
-from spmd_core.program import tensor_names
-from spmd_core.program.program import Program
-from spmd_core.program.program_graph import RecordedGraph
+from spmd_core.program.compilation import compile_options
+from spmd_core.program.lower import Lowered
+from spmd_core.program.program import Program, new_record
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -30,59 +30,45 @@ _CODE_BYTES = "code_bytes.txt"
 _OPTIMISED = "*.after_optimizations.txt"
 
 
-class MemoryProgram(Program):
+@dataclass(frozen=True)
+class _Text:
+    """In place of an executable: the optimised module that XLA wrote into a folder."""
+
+    folder: Path
+
+    def as_text(self) -> str:
+        return next(self.folder.glob(_OPTIMISED)).read_text()
+
+
+def compile_buffers(lowered: Lowered, topology: Topology, *, machine_code: bool) -> Program:
     """A program that cannot run: its buffers, its optimised module, and the size of its code.
 
-    A process of its own compiles it (`planner/compiler.py`) and ends when that much is known.
-    `record` has no FLOPs, and no bytes but those of the code; `buffer_text.read` has them.
+    A process of its own compiles it (`planner/compiler.py`) and ends when that much is known. The
+    record has no FLOPs, and no bytes but those of the code; `buffer_text.read` has them.
 
     Args:
-        graph: what it computes. Each result has a mark or is a scalar.
-        name: the program's.
+        lowered: the program. Each result has a mark or is a scalar.
         topology: TPUs.
         machine_code: whether to make the machine code, which takes most of the time and memory of a
             compilation, for its size.
-        names: as of `Program`.
 
     Raises:
-        DeviceMemoryError: it does not fit.
-        ProgramError: the compiler refused it otherwise.
+        JaxRuntimeError: the compiler refused the program, for instance as it does not fit.
         PlanError: the compiler's process ended without a word.
     """
-
-    def __init__(
-        self,
-        graph: RecordedGraph,
-        name: str,
-        topology: Topology,
-        *,
-        machine_code: bool = False,
-        names: Callable[[], Mapping[Storage, str]] = tensor_names.names,
-    ) -> None:
-        self._topology, self._machine_code = topology, machine_code
-        super().__init__(graph, name, names=names)
-
-    def _compile(self) -> None:
-        start = time.perf_counter()
-        options = self._compile_options()
-        self.dump_folder = options.pop("xla_dump_to")
-        ids = [device.id for device in self.devices]
-        with counters.timed(counters.Part.COMPILING):
-            self.record.code_bytes = write_buffers(
-                self.lowered,
-                Path(str(self.dump_folder)),
-                self._topology,
-                ids,
-                options,
-                machine_code=self._machine_code,
-            )
-        self.record.compile_s = time.perf_counter() - start
-        everywhere = Placement.of(replicated(self.graph.device_ids), None)
-        self.out_placements = [placement or everywhere for placement in self.out_placements]
-
-    def compiled_text(self) -> str:
-        """The optimised HLO module of each device, as text."""
-        return next(Path(str(self.dump_folder)).glob(_OPTIMISED)).read_text()
+    start = time.perf_counter()
+    options = compile_options(lowered.graph)
+    folder = Path(options.pop("xla_dump_to"))
+    ids = [device.id for device in lowered.devices]
+    record = new_record(lowered.graph, lowered.name)
+    with counters.timed(counters.Part.COMPILING):
+        record.code_bytes = write_buffers(
+            lowered.stage, folder, topology, ids, options, machine_code=machine_code
+        )
+    record.trace_s, record.compile_s = lowered.trace_s, time.perf_counter() - start
+    everywhere = Placement.of(replicated(lowered.graph.device_ids), None)
+    placements = tuple(placement or everywhere for placement in lowered.out_placements)
+    return Program(lowered, _Text(folder), placements, record, str(folder))
 
 
 def write_buffers(

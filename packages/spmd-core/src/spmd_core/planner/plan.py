@@ -6,6 +6,7 @@ reads one is refused; nothing else knows of plans. XLA writes the buffers of eac
 folder (`planner.buffer_text`), and the graph says what they are for (`planner.parts`).
 """
 
+import functools
 import gc
 import shutil
 import tempfile
@@ -26,11 +27,12 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
 from spmd_core.planner import buffer_text, parts
 from spmd_core.planner.costs import costs_of
-from spmd_core.planner.memory_program import MemoryProgram
+from spmd_core.planner.memory_program import compile_buffers
 from spmd_core.planner.parts import Part
 from spmd_core.planner.planned import Plan, ProgramPlan
 from spmd_core.planner.topology import Topology, find
 from spmd_core.program import execution
+from spmd_core.program.compilation import build
 from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.abstract import AbstractArray
@@ -232,22 +234,16 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
     if topology.request is None or planned.is_compiled:
         program = planned.compiled
     else:
-        program = MemoryProgram(
-            planned.graph,
-            planned.name,
-            topology,
-            machine_code=machine_code,
-            names=lambda: planned.names,
-        )
+        compiler = functools.partial(compile_buffers, topology=topology, machine_code=machine_code)
+        program = build(planned.graph, planned.name, compiler=compiler, names=lambda: planned.names)
     record = program.record
-    assert isinstance(program.dump_folder, str)
+    assert program.dump_folder is not None
     memory = buffer_text.read(program.dump_folder)
     hlo = program.compiled_text()
     shutil.rmtree(program.dump_folder)
-    numbers: Any = program.arguments[0]
     roles = parts.roles(program.graph, seen.kept)
-    rows = parts.at_peak(program.graph, roles, memory, hlo, len(numbers))
-    collectives = communication.of_text(hlo, program)
+    rows = parts.at_peak(program.graph, roles, memory, hlo, program.lowered.num_packed)
+    collectives = communication.of_text(hlo, program.lowered)
     by_part = {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}
     if machine_code:
         by_part[Part.CODE] = record.code_bytes

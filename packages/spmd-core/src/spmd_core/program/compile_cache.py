@@ -16,6 +16,7 @@ from spmd_core.config import CompilerOption, config
 from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.program.compilation import build
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import devices
@@ -90,8 +91,8 @@ def find(key: Key) -> Program | None:
     return program
 
 
-def get(key: Key, build: Callable[[], Program]) -> Program:
-    """The key's program, compiled by `build` on a miss.
+def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program:
+    """The key's program; on a miss it is built of a graph, with this name.
 
     Beyond `config.max_programs`, the least recently used program is dropped.
     """
@@ -99,7 +100,7 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
     if program is not None:
         return program
     _make_room()
-    program = _programs[key] = build()
+    program = _programs[key] = build(make_graph(), name)
     _drop(len(_programs) - config.max_programs)
     history.append(compiled := Compiled(key, program.graph, program.record))
     for observe in observers:

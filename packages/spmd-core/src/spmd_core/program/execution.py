@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import torch
@@ -238,12 +238,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     """
     planned = plan(live, label=_program_label(), donates=donates)
     live = planned.live
-    leaves, targets, numbers, donated = (
-        planned.leaves,
-        planned.targets,
-        planned.numbers,
-        planned.key.donated,
-    )
+    leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
     for leaf in leaves:
         if _is_deleted(leaf):
             raise ProgramError(
@@ -272,7 +267,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         if abstract.run() is None and config.compare_processes_every_s is not None:
             path.note(key, program, (floats, ints, complexes))
         if program is None:
-            program = planned.program() if bounded is None else _for_many_sizes(planned, bounded)
+            program = planned.program() if bounded is None else bounded.program(planned.name)
     except BaseException:
         growing_sizes.forget(planned.key)
         raise
@@ -288,23 +283,16 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     results = program.run(floats, ints, complexes, arrays, lines)
     checked = index_checks.stamp()
     counters.count("executions")
-    if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
+    is_verified = config.verify_programs and len(planned.key.device_ids) > 1
+    if is_verified and isinstance(program, Program):
         verification.verify(program, (floats, ints, complexes), arrays, results)
+    donated = planned.key.donated
     if donated:
         counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
         _commit(storage, array, placement)
         if checked is not None:
             storage.value.checked = checked
-
-
-def _for_many_sizes(planned: Plan, bounded: growing_sizes.Bounded) -> Program:
-    name = f"{planned.name}_{bounded.key.bound}"
-    return compile_cache.get(bounded.key, lambda: Program(bounded.graph, name))
-
-
-def _has_run(program: Program | PlannedProgram) -> TypeGuard[Program]:
-    return isinstance(program, Program)
 
 
 def _program_label() -> str:

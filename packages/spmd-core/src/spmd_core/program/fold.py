@@ -63,14 +63,12 @@ class Fold:
     Args:
         graph: behind all passes.
         target: what it is lowered for.
-        flag: what the program checks of its indices.
         is_for_partitioner: whether operations get the forms that the partitioner gets right.
     """
 
-    def __init__(
-        self, graph: Graph, target: Target, flag: Flag, *, is_for_partitioner: bool
-    ) -> None:
-        self._graph, self._target, self._flag = graph, target, flag
+    def __init__(self, graph: Graph, target: Target, *, is_for_partitioner: bool = True) -> None:
+        self._graph, self._target = graph, target
+        self.flag = graph.flag or Flag([], [], target.jax_mesh)
         self._mesh = target.jax_mesh
         self._num_devices = len(target.device_ids)
         self._is_for_partitioner = is_for_partitioner and self._num_devices > 1
@@ -100,7 +98,7 @@ class Fold:
                 results = self._results(op, inputs, [scalars[i] for i in op.scalars])
             _check(op, results)
             values.update(zip(op.results, results))
-        token = self._flag.token([values[found] for found in self._graph.checked])
+        token = self.flag.token([values[found] for found in self._graph.checked])
         return self._outputs(values, leaves), token
 
     def _results(

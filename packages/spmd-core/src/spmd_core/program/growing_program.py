@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
+from spmd_core.program import compile_cache
 from spmd_core.program.affine_sizes import (
     Affine,
     Fit,
@@ -29,9 +30,10 @@ from spmd_core.program.affine_sizes import (
     shape_of,
 )
 from spmd_core.program.compile_cache import Key
-from spmd_core.program.lower import Function
+from spmd_core.program.lower import jaxpr
 from spmd_core.program.padded_arrays import Capacity
 from spmd_core.program.padded_evaluation import Evaluation
+from spmd_core.program.program import Program
 from spmd_core.program.program_graph import KeepWhole, RecordedGraph, stored_shape
 
 # Arrays have room for at least so many elements along a growing dim, and for more as long as all
@@ -75,6 +77,10 @@ class Bounded:
     graph: RecordedGraph
     targets: tuple[Placement, ...]
     number: int
+
+    def program(self, name: str) -> Program:
+        """The program, from the cache or newly compiled, for a cut whose own has this name."""
+        return compile_cache.get(self.key, lambda: self.graph, f"{name}_{self.key.bound}")
 
 
 @dataclass
@@ -272,7 +278,7 @@ def _trace(graph: RecordedGraph) -> ClosedJaxpr:
         GrowthRefusedError: it cannot be traced. If it is the cut's own, its program raises that.
     """
     try:
-        return Function(graph, "growing", is_for_partitioner=False).jaxpr()
+        return jaxpr(graph, "growing")
     except GrowthRefusedError:
         raise
     except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.barrier import BARRIER
@@ -206,6 +207,14 @@ class Graph:
     @property
     def device_ids(self) -> tuple[int, ...]:
         return self.recorded.device_ids
+
+    @property
+    def out_placements(self) -> tuple[Placement | None, ...]:
+        """Where the results lie; None where the partitioner chooses."""
+        return tuple(
+            output.placement if value.manual is None else regions.placement(value.manual)
+            for output, value in zip(self.recorded.outputs, self.outputs)
+        )
 
     def users(self) -> dict[Ref, list[Op]]:
         """The operations that read each value, once for each operand that it is."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 
-from spmd_core import counters, dtypes, source_lines
+from spmd_core import dtypes
 from spmd_core.graph.placement import Placement
+from spmd_core.program.compilation import build
 from spmd_core.program.index_flag import Check
-from spmd_core.program.program import Program, refuse_mixed
+from spmd_core.program.program import Program, new_record, refuse_mixed
 from spmd_core.program.program_graph import Output, RecordedGraph, stored_shape
 from spmd_core.program.tensor_names import names
 from spmd_core.runtime import abstract
@@ -32,21 +33,10 @@ class PlannedProgram:
     def __init__(self, graph: RecordedGraph, name: str) -> None:
         self.graph, self.name = graph, name
         self._compiled: Program | None = None
-        self.record = counters.ProgramRecord(
-            name,
-            len(graph.nodes),
-            len(graph.leaves),
-            len(graph.outputs),
-            len(graph.device_ids),
-            donated=graph.donated,
-            source=source_lines.user_line(),
-        )
-        self.names = names()
+        self.record, self.names = new_record(graph, name), names()
         known = [self._placement(output) for output in graph.outputs]
-        placed = [placement for placement in known if placement is not None]
-        self.out_placements = (
-            placed if len(placed) == len(known) else list(self.compiled.out_placements)
-        )
+        placed = tuple(placement for placement in known if placement is not None)
+        self.out_placements = placed if len(placed) == len(known) else self.compiled.out_placements
 
     def _placement(self, output: Output) -> Placement | None:
         if output.placement is not None:
@@ -66,7 +56,7 @@ class PlannedProgram:
             DeviceMemoryError: it does not fit.
         """
         if self._compiled is None:
-            self._compiled = Program(self.graph, self.name, names=lambda: self.names)
+            self._compiled = build(self.graph, self.name, names=lambda: self.names)
         return self._compiled
 
     @property

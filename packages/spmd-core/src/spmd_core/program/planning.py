@@ -77,7 +77,7 @@ class Plan:
 
     def program(self) -> Program:
         """The program, from the cache or newly compiled."""
-        return compile_cache.get(self.key, lambda: Program(self.graph(), self.name))
+        return compile_cache.get(self.key, self.graph, self.name)
 
 
 def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> Plan:

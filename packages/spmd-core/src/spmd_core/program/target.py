@@ -1,6 +1,5 @@
 """What a program is lowered for: a platform and a mesh, and how its values are split over them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -8,10 +7,10 @@ from functools import cached_property
 import jax
 from jax.sharding import NamedSharding
 
-from spmd_core.graph.placement import Placement
 from spmd_core.program import split_dims
 from spmd_core.program.ir import Graph
 from spmd_core.program.split_dims import DataSplit, Placed
+from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding, replicated
 from spmd_core.sharding.sharding import Sharding
 
@@ -46,22 +45,16 @@ class Target:
     data_splits: tuple[DataSplit, ...]
 
     @staticmethod
-    def of(
-        graph: Graph,
-        platform: str,
-        out_placements: Sequence[Placement | None] = (),
-        whole: Whole = Whole.NOTHING,
-    ) -> "Target":
+    def of(graph: Graph, *, whole: Whole = Whole.NOTHING, platform: str | None = None) -> "Target":
         """For a recorded graph.
 
         Args:
             graph: before any pass.
-            platform: as of the attribute.
-            out_placements: where its results lie; None where the partitioner chooses.
             whole: as of the attribute.
+            platform: as of the attribute; by default that of the devices.
         """
         placements = [x.leaf.placement for x in graph.inputs]
-        placements += [placement for placement in out_placements if placement is not None]
+        placements += [placement for placement in graph.out_placements if placement is not None]
         marks = [
             named_sharding(op.entry.sharding, graph.device_ids)
             for op in graph.ops
@@ -70,7 +63,7 @@ class Target:
         placed = [placement.device_sharding for placement in placements]
         mesh = CommonMesh([*placed, *marks], graph.device_ids)
         return Target(
-            platform,
+            platform or devices.platform(),
             graph.device_ids,
             mesh,
             whole,

@@ -17,6 +17,7 @@ from spmd_core import counters
 from spmd_core.errors import ProgramError, VerificationError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.program.compilation import build
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.runtime import buffers, devices
@@ -100,7 +101,7 @@ def _on_one_device(graph: RecordedGraph, name: str) -> Program:
         graph.options,
     )
     try:
-        return Program(without_marks, f"{name}_on_one_device")
+        return build(without_marks, f"{name}_on_one_device")
     except (ProgramError, ValueError) as error:  # jax's ValueError: a user's own shard_map
         raise _NotOnOneDeviceError(f"cannot run there ({error})") from error
 
@@ -174,7 +175,7 @@ def _first_difference(program: Program, inputs: Inputs, expected: Any) -> str | 
         expected: the results of all operations on one device, to look at few of them more closely.
     """
     graph = _with_all_results(program)
-    parted = Program(graph, f"{program.record.name}_with_all_results")
+    parted = build(graph, f"{program.record.name}_with_all_results")
     ours = _on_host(parted.run(*inputs[0], list(inputs[1])), graph.outputs)
     leaves = _on_host(inputs[1], [Output(0, leaf.spec, None) for leaf in graph.leaves])
     numbers = [iter(kind) for kind in inputs[0]]
@@ -227,7 +228,7 @@ def _run_alone(
 def _vanishes(program: Program, inputs: Inputs, expected: Sequence[torch.Tensor]) -> bool:
     """Whether the results are right in the program that returns the results of all operations."""
     graph = _with_all_results(program)
-    results = Program(graph, program.record.name).run(*inputs[0], list(inputs[1]))
+    results = build(graph, program.record.name).run(*inputs[0], list(inputs[1]))
     for output, right in zip(program.graph.outputs, expected):
         if output.value >= 0:
             ours = buffers.download(results[output.value], output.spec.shape)
