@@ -31,6 +31,14 @@ def test_strict_ends_when_the_block_raises():
     assert not spmd.config.strict
 
 
+def test_a_setting_is_not_deleted():
+    with spmd.strict():
+        with pytest.raises(AttributeError, match=r"got del config\.strict\. Assign to it instead"):
+            del spmd.config.strict
+        assert spmd.config.strict
+        spmd.config.strict = False
+
+
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda f: f.name)
 def test_each_setting_refuses_other_values_and_stays(field):
     before = getattr(spmd.config, field.name)

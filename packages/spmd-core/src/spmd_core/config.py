@@ -34,7 +34,7 @@ class Config:
     """Assign to the fields of `spmd_core.config`; each field says when it is read.
 
     Raises:
-        AttributeError: there is no setting of the assigned name.
+        AttributeError: there is no setting of the assigned name, or one is deleted.
         TypeError: the value has another type than the field. The setting stays as it was.
         ValueError: a number is too small. The setting stays as it was.
     """
@@ -138,6 +138,12 @@ class Config:
                 f"Its default is {default!r}."
             )
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"spmd_core.config keeps all of its settings; got del config.{name}. Assign to it "
+            "instead, for instance its default."
+        )
 
 
 # The type of each field.

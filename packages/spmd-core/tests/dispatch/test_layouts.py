@@ -37,6 +37,9 @@ SPARSE = {
     "like": lambda: torch.zeros_like(on_device(3), layout=torch.sparse_coo),
     "mask": lambda: on_device(3, 3).sparse_mask(torch.eye(3).to_sparse()),
     "copy_": lambda: on_device(3, 3).copy_(torch.eye(3).to_sparse()),
+    "zeros, of indices": lambda: torch.zeros(2, layout=torch.sparse_coo, device="xla"),
+    "empty csr": lambda: torch.empty(2, 2, layout=torch.sparse_csr, device="xla"),
+    "add": lambda: on_device(3, 3) + torch.eye(3).to_sparse(),
     "embedding": lambda: (
         F.embedding(INDEX.to("xla"), on_device(3, 2).requires_grad_(), sparse=True).sum().backward()
     ),
@@ -61,6 +64,10 @@ NESTED = {
     "of rows": lambda: torch.nested.as_nested_tensor(on_device(2, 3)),
     "of values": lambda: torch.nested.nested_tensor_from_jagged(on_device(2, 3), ROWS.to("xla")),
     "to": lambda: torch.nested.nested_tensor(PARTS).to("xla"),
+    "ones": lambda: torch.ones(2, 3, layout=torch.jagged, device="xla"),
+    "empty_strided": lambda: torch.empty_strided((2,), (1,), layout=torch.jagged, device="xla"),
+    "add": lambda: on_device(2, 3) + torch.nested.nested_tensor(PARTS),
+    "add, jagged": lambda: on_device(3) + torch.nested.nested_tensor(PARTS, layout=torch.jagged),
     "to, jagged": lambda: torch.nested.nested_tensor(PARTS, layout=torch.jagged).to("xla"),
 }
 QUANTIZED = {
@@ -69,6 +76,11 @@ QUANTIZED = {
         on_device(3, 2), on_device(3), on_device(3), 0, torch.qint8
     ),
     "dynamic": lambda: torch.quantize_per_tensor_dynamic(on_device(3), torch.qint8, False),
+    "zeros": lambda: torch.zeros(3, dtype=torch.qint8, device="xla"),
+    "like": lambda: torch.zeros_like(on_device(3), dtype=torch.quint8),
+    "cast": lambda: on_device(3).to(torch.qint8),
+    "copy_": lambda: on_device(3).copy_(torch.ones(3, dtype=torch.uint8).view(torch.qint8)),
+    "add": lambda: on_device(3) + torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
 }
 ADVICE = {
     "sparse": r"Use dense tensors: sparse.to_dense\(\).to\('xla'\), sparse=False for embeddings",
@@ -125,3 +137,28 @@ def test_tensors_of_the_host_are_torchs_own():
     made = torch.nested.nested_tensor(PARTS, dtype=torch.float64, device="cpu")
     assert [t.tolist() for t in made.unbind()] == [p.tolist() for p in PARTS]
     assert torch.eye(3).to_sparse().to(torch.float64).to_dense().dtype is torch.float64
+
+
+OTHER_DTYPES = ("int4", "uint1", "uint7", "bits8", "float4_e2m1fn_x2", "float8_e8m0fnu", "qint8")
+
+
+@pytest.mark.parametrize("name", [n for n in OTHER_DTYPES if hasattr(torch, n)])
+def test_dtypes_that_the_device_lacks_are_refused(name):
+    dtype, x = getattr(torch, name), torch.zeros(4, dtype=torch.uint8, device="xla")
+    for make in (
+        lambda: x.view(dtype),
+        lambda: x[1:].view(dtype),
+        lambda: x.to(dtype),
+        lambda: torch.zeros_like(x, dtype=dtype),
+        lambda: torch.zeros(4, dtype=dtype, device="xla"),
+    ):
+        message = rf"'xla' .*; got .*torch\.{name}.* (Convert it first with|Use integers)"
+        with pytest.raises((TypeError, NotImplementedError), match=message):
+            make()
+    # As the message advises.
+    assert x.to(torch.float8_e5m2).float().tolist() == x.view(torch.int8).tolist() == [0] * 4
+
+
+def test_other_devices_without_a_kernel_keep_an_error_of_their_own():
+    with pytest.raises(NotImplementedError, match=r"aten::empty.memory_format' .* device mps"):
+        torch.empty(3, device="mps")

@@ -183,6 +183,51 @@ def test_an_out_tensor_of_another_shape_is_resized_as_in_eager_torch():
     assert out.tolist() == [[2.0] * 3] * 2
 
 
+MIXED = {
+    "add": lambda x, out: torch.add(x, x, out=out(2, 2)),
+    "cat": lambda x, out: torch.cat([x, x], out=out(4, 2)),
+    "matmul": lambda x, out: torch.matmul(x, x, out=out(2, 2)),
+    "kron": lambda x, out: torch.kron(x, x, out=out(4, 4)),
+    "sum": lambda x, out: torch.sum(x, 0, out=out(2)),
+    "without dims": lambda x, out: torch.amax(x, (0, 1), out=out()),
+    "max": lambda x, out: torch.max(x, 0, out=(out(2), out(2).long())),
+    "sort": lambda x, out: torch.sort(x, out=(out(2, 2), out(2, 2).long())),
+    "inv": lambda x, out: torch.linalg.inv(x, out=out(2, 2)),
+    "outer": lambda x, out: torch.outer(x[0], x[0], out=out(2, 2)),
+    "nonzero": lambda x, out: torch.nonzero(x, out=out(4, 2).long()),
+    "on the host": lambda x, out: torch.linalg.eigvals(x, out=out(2).cfloat()),
+    "one of two": lambda x, out: torch.max(x, 0, out=(torch.empty_like(x[0]), out(2).long())),
+}
+
+
+@pytest.mark.parametrize("to", ["cpu", "xla"])
+@pytest.mark.parametrize("name", MIXED)
+def test_an_out_tensor_on_another_device_is_refused(name, to):
+    x = torch.eye(2, device="xla" if to == "cpu" else "cpu")
+    made = []
+
+    def out(*shape):
+        made.append(torch.full(shape, 7.0, device=to))
+        return made[-1]
+
+    message = (
+        r"also those that it writes; .* got out= on cpu .* Leave out= out"
+        if to == "cpu"
+        else r"also those that it writes; .* got an input on cpu .* Move it with \.to\('xla'\)"
+    )
+    with pytest.raises(spmd.errors.DeviceMismatchError, match=message):
+        MIXED[name](x, out)
+    assert all((t == 7).all() for t in made) and not spmd.metrics.host_fallbacks()
+
+
+def test_what_the_refusal_of_an_out_tensor_advises():
+    x, out = torch.eye(2), torch.empty(2, 2, device="xla")
+    assert torch.add(x.to("xla"), x.to("xla"), out=out).tolist() == [[2.0, 0], [0, 2]]
+    assert torch.add(out, out).to("cpu").tolist() == [[4.0, 0], [0, 4]]
+    # A number on the host is no mistake, as on other devices.
+    assert torch.mul(out, torch.tensor(2.0), out=out).tolist() == [[4.0, 0], [0, 4]]
+
+
 def test_lists_of_out_tensors_are_resized_and_written():
     results = []
     for device in ("cpu", "xla"):

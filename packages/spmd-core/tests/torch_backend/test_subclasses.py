@@ -256,6 +256,46 @@ def test_lazy_modules_return_to_the_host_uninitialized():
     assert model(torch.ones(2, 3)).shape == (2, 5)
 
 
+@pytest.mark.parametrize("kind", [nn.UninitializedParameter, nn.UninitializedBuffer])
+def test_uninitialized_tensors_stay_what_they_are(kind):
+    host = kind(requires_grad=False, dtype=torch.float64)
+    for move in (lambda: host.to("xla"), lambda: host.to(torch.zeros((), device="xla").device)):
+        moved = move()
+        assert isinstance(moved, kind) and isinstance(moved, spmd.XLAShardedTensor)
+        assert not moved.requires_grad and moved.dtype is torch.float64
+        with pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
+            moved + 1
+        for returned in (moved.cpu(), moved.to("cpu", torch.float32)):
+            assert type(returned) is kind
+        assert returned.dtype is torch.float32
+        moved.copy_(host)  # as in load_state_dict
+        moved.materialize((2, 3))
+        assert moved.shape == (2, 3) and moved.device.type == "xla"
+    assert nn.UninitializedParameter().to("xla").requires_grad
+
+
+def test_uninitialized_tensors_are_not_copied():
+    given, target = nn.UninitializedParameter(), torch.ones(3, device="xla")
+    for copy_of in (lambda: torch.as_tensor(given, device="xla"), lambda: target.copy_(given)):
+        with pytest.raises(ValueError, match=r"once it is initialized; got one of class Unin.* Mo"):
+            copy_of()
+    assert target.tolist() == [1.0] * 3
+    # As the message advises.
+    assert isinstance(given.to("xla"), nn.UninitializedParameter)
+    lazy = nn.LazyLinear(2)
+    lazy(torch.ones(1, 3))
+    assert torch.as_tensor(lazy.weight, device="xla").shape == (2, 3)
+
+
+def test_lazy_modules_load_the_state_of_lazy_modules():
+    model, source = nn.LazyLinear(5).to("xla"), nn.LazyLinear(5)
+    model.load_state_dict(source.state_dict())
+    assert isinstance(model.weight, nn.UninitializedParameter)
+    source(torch.ones(2, 3))
+    model.load_state_dict(source.state_dict())
+    torch.testing.assert_close(model.weight.cpu(), source.weight)
+
+
 def test_images_of_torchvision():
     tv_tensors = pytest.importorskip("torchvision.tv_tensors")
     image = tv_tensors.Image(torch.rand(3, 4, 4))

@@ -38,6 +38,7 @@ from spmd_core.dispatch.fallback import (
     written_lists,
 )
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
+from spmd_core.errors import DeviceMismatchError
 from spmd_core.ops import registry
 from spmd_core.recording import calls, cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
@@ -105,10 +106,42 @@ def wrap(func: torch._ops.OpOverload, wrapper: Callable[[Handler], Handler]) -> 
 
 def _make_handler(func: torch._ops.OpOverload) -> Handler:
     handler = _SPECIAL.get(func) or _ordinary_handler(func)
+    if schema.of(func).out_names:
+        handler = _on_one_device(func, handler)
     if selections.on_first is None and selections.takes_sizes(func):
         handler = selections.with_sizes(func, handler)
     wrapper = _wrappers.get(func)
     return handler if wrapper is None else wrapper(handler)
+
+
+def _on_one_device(func: torch._ops.OpOverload, handler: Handler) -> Handler:
+    """The handler of an `out=` form, for calls whose tensors are all on the device.
+
+    As on other devices, a result is not moved to where `out` is; an input without dims may be on
+    the host.
+    """
+    out_names = schema.of(func).out_names
+
+    def checked(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        for name, given in (*((None, a) for a in args), *kwargs.items()):
+            for t in leaves_of(given):
+                if not isinstance(t, torch.Tensor) or t.device.type == "xla":
+                    continue
+                if name in out_names or t.dim() != 0:
+                    is_out = name in out_names
+                    raise DeviceMismatchError(
+                        "all tensors of an operation must be on one device, also those that it "
+                        f"writes; {func} got {'out=' if is_out else 'an input'} on {t.device} "
+                        "beside tensors on xla:0. "
+                        + (
+                            "Leave out= out, and move the result with .to(device)."
+                            if is_out
+                            else "Move it with .to('xla')."
+                        )
+                    )
+        return handler(args, kwargs)
+
+    return checked
 
 
 def route_of(func: torch._ops.OpOverload) -> Route:
@@ -269,7 +302,7 @@ def out_handler(func: torch._ops.OpOverload) -> Handler:
     """A handler for an `out=` overload that torch would compose."""
     form = schema.functional(func)
     assert form is not None, f"{func} has no functional form"
-    return _derived_out(func, form)
+    return _on_one_device(func, _derived_out(func, form))
 
 
 def _call_of(handler: Handler) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from torch.nn.parameter import is_lazy
 
 from spmd_core import dtypes
 from spmd_core.graph.recorders import lock
@@ -24,7 +25,7 @@ from spmd_core.recording.calls import (
     record_own,
 )
 from spmd_core.recording.in_place import in_place_handler
-from spmd_core.recording.layouts import require_dense
+from spmd_core.recording.layouts import require_dense, require_strided
 from spmd_core.recording.views import strided_view
 from spmd_core.tensor.logical_device import require_logical
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
@@ -148,8 +149,14 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return target.copy_(to_host(source))
     handle = target._handle
     if source.__class__ is not XLAShardedTensor:
+        if is_lazy(source):
+            raise ValueError(
+                "the values of a parameter or buffer are copied to device 'xla' once it is "
+                f"initialized; got one of class {type(source).__name__}. Move it alone with "
+                ".to('xla'), or its module, or run the module once."
+            )
         if source.__class__ is not torch.Tensor:
-            # A user's class, which may not even have a shape, as uninitialized parameters.
+            # A user's class, which may intercept what is read here.
             with torch._C.DisableTorchFunctionSubclass():
                 source = source.detach()
         require_dense(source, "a copy from a tensor")
@@ -237,6 +244,7 @@ def empty(
 ) -> XLAShardedTensor:
     """`aten::empty` on device `xla`, from which torch builds its other factories."""
     require_logical(device)
+    require_strided(layout, "aten::empty")
     shape = tuple(size)
     strides = None
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
@@ -255,6 +263,7 @@ def empty_strided(
 ) -> XLAShardedTensor:
     """`aten::empty_strided` on device `xla`."""
     require_logical(device)
+    require_strided(layout, "aten::empty_strided")
     return wrap(new_storage(tuple(size), dtype or torch.get_default_dtype(), tuple(stride)))
 
 

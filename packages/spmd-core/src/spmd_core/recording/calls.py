@@ -27,6 +27,7 @@ from spmd_core.graph.values import Entry, Indices, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.program import leaves
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
+from spmd_core.recording.layouts import require_dense
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
@@ -105,25 +106,14 @@ def look_up(
     entry = entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
-        _refuse_dtypes(entry)
+        for out in entry.outs:
+            inference.require_dtype(out.dtype)
         if inputs and any(cpu_kernels.may_not_fit(n, entry.spec.dtype) for n in numbers):
             entry.accepted = set()
         remember(whole, entry)
     if numbers and entry.accepted is not None:
         _refuse_numbers(call, entry.accepted, args, kwargs, numbers)
     return entry, inputs, numbers
-
-
-def _refuse_dtypes(entry: Entry) -> None:
-    """Raises torch's error for a missing kernel if the device lacks the dtype of a result.
-
-    Python's operators hide a TypeError.
-    """
-    for out in entry.outs:
-        try:
-            dtypes.to_jax(out.dtype)
-        except TypeError as error:
-            raise NotImplementedError(str(error)) from None
 
 
 def _refuse_numbers(
@@ -185,8 +175,10 @@ def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
 
     Raises:
         DeviceMismatchError: any other tensor that is not on the device.
+        UnsupportedOpError: a tensor that cannot be moved there, as it is not dense.
     """
     if a.dim() != 0 or a.device.type != "cpu":
+        require_dense(a, f"an argument of {call.func}")
         raise DeviceMismatchError(
             f"all tensors of an operation must be on one device; {call.func} got a {a.dtype} "
             f"tensor of shape {tuple(a.shape)} on {a.device} "

@@ -8,15 +8,27 @@ from typing import Any
 
 import torch
 
+from spmd_core import dtypes
 from spmd_core.graph.values import Spec
 from spmd_core.recording import cpu_kernels, schema
-from spmd_core.recording.layouts import RefusedLayout, refusal
+from spmd_core.recording.layouts import require_strided
 from spmd_core.tensor.logical_device import require_logical
 
 
 def meta_like(spec: Spec) -> torch.Tensor:
     """A meta tensor of this spec, at the beginning of its storage."""
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+
+
+def require_dtype(dtype: torch.dtype) -> None:
+    """Raises torch's error for a missing kernel if the device lacks the dtype.
+
+    Python's operators hide a TypeError.
+    """
+    try:
+        dtypes.to_jax(dtype)
+    except TypeError as error:
+        raise NotImplementedError(str(error)) from None
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -48,8 +60,9 @@ def infer(
         meta: replaces the meta kernel, if torch has none, or one whose checks hold for another
             device only.
     """
-    if kwargs.get("layout") not in (None, torch.strided):
-        raise refusal(RefusedLayout.SPARSE, f"{func.name()} with layout={kwargs['layout']}")
+    require_strided(kwargs.get("layout"), func.name(), kwargs.get("dtype"))
+    if kwargs.get("dtype") is not None:
+        require_dtype(kwargs["dtype"])
     metas: dict[int, torch.Tensor] = {}
 
     def to_meta(t: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,12 @@ _INSTEAD = {
     RefusedLayout.MKLDNN: "Leave out to_mkldnn(), which is for kernels of the CPU.",
 }
 
+_QUANTIZED = frozenset(
+    getattr(torch, name)
+    for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+    if hasattr(torch, name)
+)
+
 
 def refusal(layout: RefusedLayout, what: str) -> UnsupportedOpError:
     """The exception for an operation, named by `what`, that would make such a tensor."""
@@ -39,6 +45,29 @@ def refusal(layout: RefusedLayout, what: str) -> UnsupportedOpError:
         f"tensors of device 'xla' are dense; got {what}, which makes a {layout} tensor there. "
         f"{_INSTEAD[layout]}"
     )
+
+
+def require_strided(
+    layout: torch.layout | None, what: str, dtype: torch.dtype | None = None
+) -> None:
+    """Raises `refusal` for what was asked for, if its tensor would not be dense.
+
+    Args:
+        layout: the layout; None stands for torch.strided.
+        what: names the operation.
+        dtype: of the tensor.
+    """
+    if dtype in _QUANTIZED:
+        raise refusal(RefusedLayout.QUANTIZED, f"{what} with dtype={dtype}")
+    if layout not in (None, torch.strided):
+        raise refusal(_kind(layout), f"{what} with layout={layout}")
+
+
+def _kind(layout: torch.layout) -> RefusedLayout:
+    if layout is torch.jagged:
+        return RefusedLayout.NESTED
+    is_mkldnn = layout is torch._mkldnn  # type: ignore[attr-defined]
+    return RefusedLayout.MKLDNN if is_mkldnn else RefusedLayout.SPARSE
 
 
 def require_dense(t: torch.Tensor, name: str) -> None:
@@ -50,12 +79,10 @@ def require_dense(t: torch.Tensor, name: str) -> None:
     """
     if t.is_nested:
         layout = RefusedLayout.NESTED
-    elif t.is_quantized:
+    elif t.is_quantized or t.dtype in _QUANTIZED:
         layout = RefusedLayout.QUANTIZED
-    elif t.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        layout = RefusedLayout.MKLDNN
     elif t.layout is not torch.strided:
-        layout = RefusedLayout.SPARSE
+        layout = _kind(t.layout)
     else:
         return
     raise refusal(layout, f"{name} of layout {t.layout} and dtype {t.dtype}")

@@ -58,6 +58,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
             if func is aten.view.default:
                 _explain_local_sizes(error, base, args[1])
             raise
+        inference.require_dtype(result.dtype)
         call = (func, tuple(args[1:]), inference.without_placement(kwargs))
         offset = int(result.storage_offset())
         link = None if moving is None else moving(base, offset, result, call)

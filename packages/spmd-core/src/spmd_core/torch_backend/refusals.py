@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.attention import flex_attention
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.dispatch import router, transfer
 from spmd_core.errors import UnsupportedOpError
-from spmd_core.recording.layouts import RefusedLayout, refusal, require_dense
+from spmd_core.recording.layouts import RefusedLayout, refusal, require_dense, require_strided
 from spmd_core.tensor import tracing
 from spmd_core.torch_backend import subclasses
 from spmd_core.torch_backend.after_import import after_import
@@ -62,6 +62,28 @@ def _unless_for_device(name: str, key: str, layout: RefusedLayout) -> Callable[.
         return made
 
     return kernel
+
+
+def _refuse_empty(
+    size: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> NoReturn:
+    """`aten::empty` where torch has no kernel for the device with this layout and dtype.
+
+    torch cannot register a kernel for sparse or quantized tensors of this device alone.
+    """
+    if device is None or device.type != "xla":
+        raise NotImplementedError(
+            f"torch has no kernel of 'aten::empty.memory_format' for {dtype} and {layout} on "
+            f"device {device}; got a call of it. Use another device, or install its backend."
+        )
+    require_strided(layout, "aten::empty", dtype)
+    raise AssertionError(f"aten::empty of {dtype}, {layout} has a kernel for device 'xla'")
 
 
 class _Quantized:
@@ -216,5 +238,6 @@ def install() -> torch.library.Library:
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    library.impl("empty.memory_format", _refuse_empty, "CompositeExplicitAutograd")
     _Quantized(library)
     return library

@@ -32,6 +32,7 @@ from spmd_core.torch_backend import (
     refusals,
     subclasses,
     torchvision_ops,
+    uninitialized,
 )
 
 
@@ -157,6 +158,7 @@ def _install() -> torch.library.Library:
     generators.install()
     locations.install()
     subclasses.install()
+    uninitialized.install()
     conversions.install()
     # `make_fx` leaves operations on other classes out of the graph that it traces.
     proxy_tensor.HANDLED_TYPES += (XLAShardedTensor,)  # type: ignore[assignment]
