@@ -5,6 +5,8 @@ A device of the runtime is a chip or a part of one: `devices_per_chip`. All figu
 
 from dataclasses import dataclass
 
+from spmd_core.arguments import require_kind
+
 _GIB = 2**30
 _GB_PER_S = 1e9
 
@@ -163,6 +165,7 @@ def chip_of(kind: str) -> Chip | None:
         >>> chip_of("TPU v4 lite") is None  # another chip than the TPU v4
         True
     """
+    require_kind("kind", kind, str, write="a device's kind, such as 'TPU v4'")
     found = {name: chip for chip in CHIPS for name in chip.kinds if _is_kind(kind, name)}
     return found[max(found, key=len)] if found else None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 
 # These are reported even while they are 0.
 _KNOWN = (
@@ -81,6 +81,8 @@ def count(name: str, amount: int = 1) -> None:
     """Adds to a counter."""
     if type(amount) is not int or amount < 0:
         amount = require_int("amount", amount, least=0)
+    if type(name) is not str:
+        require_kind("name", name, str, write="the counter's name, such as 'compiles'")
     _counters[name] += amount
 
 
@@ -110,6 +112,7 @@ def counters() -> dict[str, int]:
 
 def counter(name: str) -> int:
     """One counter's value; 0 if nothing was counted."""
+    require_kind("name", name, str, write="the counter's name, such as 'compiles'")
     return _counters[name]
 
 

@@ -67,3 +67,14 @@ def test_dumps_are_of_the_passes_that_changed_the_graph(
     assert [*dumps] == expected
     assert "spmd::store(" in dumps["exact_values.txt"]
     assert {batch_sums, exact_values} < {*pipeline.PASSES}
+
+
+def test_a_folder_of_dumps_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    x = torch.ones(3, device="xla") + 41
+    monkeypatch.setattr(spmd.config, "dump_passes", str(tmp_path / "file" / "passes"))
+    with pytest.raises(OSError, match=r"dump_passes, .*; got '.*passes': .* Assign another folder"):
+        spmd.sync()
+    monkeypatch.setattr(spmd.config, "dump_passes", str(tmp_path / "passes"))
+    assert x.tolist() == [42.0] * 3
+    assert list((tmp_path / "passes").glob("*/*recorded.txt"))

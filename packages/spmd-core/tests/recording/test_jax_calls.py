@@ -176,3 +176,15 @@ def test_bad_input():
         spmd.call_jax(lambda x: (), x)
     with pytest.raises(TypeError, match=r"tensors or hashable; got \['XLAShardedTensor', 'set'\]"):
         spmd.call_jax(silu, x, scale={1})
+
+
+def test_arrays_that_are_no_numbers_or_gone():
+    keys, gone = jax.random.key(0), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"got random keys of dtype key.*Pass jax.random.key_data"):
+        spmd.from_jax(keys)
+    assert spmd.from_jax(jax.random.key_data(keys)).tolist() == [0, 0]
+    copied = gone.copy()
+    gone.delete()
+    with pytest.raises(ValueError, match=r"got a deleted one of shape \(3,\).* a copy made before"):
+        spmd.from_jax(gone)
+    assert spmd.from_jax(copied).tolist() == [1.0] * 3

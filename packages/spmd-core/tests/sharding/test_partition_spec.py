@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +45,13 @@ def test_it_marks_as_the_tuple_does(entries, mesh_2d):
     }
     spmd.constrain(t + 1, mesh_2d, spec)
     assert t.sum().item() == 256.0
+
+
+@pytest.mark.parametrize("entry", [2.5, True, b"x", (2.5,), (("x",),), ("x", None), ..., {"x"}])
+def test_an_entry_that_is_no_axis_is_refused_where_it_is_made(entry):
+    with pytest.raises(
+        spmd.errors.PartitionSpecError, match=r"an entry .*; got .*, of type .*Write for inst"
+    ):
+        spmd.PartitionSpec("y", entry)
+    axes = ("fsdp", None, (0, "y"), -1, np.int64(2))
+    assert spmd.PartitionSpec(*axes) == axes

@@ -7,6 +7,7 @@ import inspect
 from types import UnionType
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -245,6 +246,89 @@ def test_switches_and_texts_that_are_checked_inside():
             call()
     torch.xla.synchronize(0)
     torch.xla.set_device("xla")
+
+
+def _in_a_region(collective, *args):
+    mesh = get_1d_mesh("x")
+    over = spmd.shard_map(
+        lambda x: collective("text", "x", *args), mesh, in_specs=(("x",),), out_specs=("x",)
+    )
+    return over(torch.ones(8, device="xla"))
+
+
+# By the argument's name: the calls that get a wrong object for it, and what the message advises.
+OBJECTS = {
+    "module": (
+        [
+            lambda: spmd.save_safetensors(5, "folder"),
+            lambda: spmd.load_safetensors("text", "folder"),
+            lambda: spmd.dtensor.distribute_module(None, get_1d_mesh("x")),
+        ],
+        "Write a module",
+    ),
+    "folder": ([lambda: spmd.save_safetensors(nn.Linear(2, 2), None)], "Write the folder's path"),
+    "path": (
+        [
+            lambda: spmd.load_safetensors(nn.Linear(2, 2), 5),
+            lambda: spmd.save({}, None),
+            lambda: spmd.save({}, 5),
+        ],
+        "Write (the|a) path",
+    ),
+    "tensor": (
+        [
+            lambda: spmd.dtensor.distribute_tensor(np.ones(8), get_1d_mesh("x")),
+            lambda: spmd.dtensor.distribute_tensor(None),
+        ],
+        r"Write a tensor, such as torch.as_tensor\(data\)",
+    ),
+    "partition_fn": (
+        [lambda: spmd.dtensor.distribute_module(nn.Linear(2, 2), get_1d_mesh("x"), partition_fn=5)],
+        "Write a function itself",
+    ),
+    "input_fn": (
+        [lambda: spmd.dtensor.distribute_module(nn.Linear(2, 2), get_1d_mesh("x"), input_fn=5)],
+        "Write a function itself",
+    ),
+    "local": ([lambda: spmd.dtensor.from_local(5, get_1d_mesh("x"))], "Write a tensor, such as"),
+    "mesh": ([lambda: spmd.dtensor.to_device_mesh(5)], r"Write Mesh\(device_ids, mesh_shape"),
+    "x": (
+        [
+            lambda: _in_a_region(spmd.manual.all_gather),
+            lambda: _in_a_region(spmd.manual.all_reduce),
+            lambda: _in_a_region(spmd.manual.reduce_scatter),
+            lambda: _in_a_region(spmd.manual.all_to_all, 0, 0),
+            lambda: _in_a_region(spmd.manual.collective_permute, ()),
+        ],
+        "Write (all_|reduce_|collective_).* of one device's tensor",
+    ),
+    "kind": ([lambda: metrics.chip_of([]), lambda: metrics.known_peak(None)], "such as 'TPU v4'"),
+    "name": (
+        [lambda: metrics.count([]), lambda: metrics.count(5), lambda: metrics.counter([])],
+        "the counter's name, such as 'compiles'",
+    ),
+    "size": ([lambda: metrics.flops_per_token([])], r"Write ModelSize\("),
+    "program": (
+        [
+            lambda: metrics.count_flops([]),
+            lambda: metrics.memory_use("text"),
+            lambda: metrics.memory_use([]),
+            lambda: metrics.traffic(5),
+        ],
+        r"Write one of metrics\.programs\(\), or None",
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", OBJECTS)
+def test_objects_of_another_kind_are_refused(argument, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls, advice = OBJECTS[argument]
+    before = metrics.counters()
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"^{argument} is .*; got .*, of type .*{advice}"):
+            call()
+    assert not list(tmp_path.iterdir()) and metrics.counters() == before
 
 
 def test_functions_meshes_and_structures_are_refused_if_they_are_none():

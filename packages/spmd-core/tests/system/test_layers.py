@@ -23,10 +23,9 @@ LAYERS = [
     ("tensor",),
     ("program",),
     ("graph", "runtime"),
-    ("sharding", "ops", "counters"),
+    ("sharding", "ops", "counters", "chips"),
     (
         "arguments",
-        "chips",
         "errors",
         "config",
         "dtypes",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.manual.region import Axes, axes_of, current_region, inside
 from spmd_core.ops import registry
@@ -55,6 +55,12 @@ def axis_group(axes: Axes, caller: str) -> AxisGroup:
         tuple(names[axis] for axis in numbers),
         math.prod(manual.mesh.mesh_shape[axis] for axis in numbers),
     )
+
+
+def _group(x: torch.Tensor, axes: Axes, caller: str) -> AxisGroup:
+    """As `axis_group`; raises TypeError if `x`, which is sent along the axes, is no tensor."""
+    require_kind("x", x, torch.Tensor, write=f"{caller} of one device's tensor")
+    return axis_group(axes, caller)
 
 
 def _recorder(name: str) -> Handler:
@@ -109,7 +115,7 @@ def all_reduce(x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor:
         ValueError: another `op`; or a maximum or minimum that is to be differentiated, whose
             gradient is not defined where elements are equal.
     """
-    group = axis_group(axes, "all_reduce")
+    group = _group(x, axes, "all_reduce")
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(f"all_reduce computes 'sum', 'mean', 'max' or 'min'; got {op!r}.")
     call = ("all_reduce", (list(group.names), op))
@@ -130,7 +136,7 @@ def all_gather(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
 
     The blocks are in the order of the devices.
     """
-    group = axis_group(axes, "all_gather")
+    group = _group(x, axes, "all_gather")
     args = (list(group.names), group.size, _dim(x, dim))
     return _apply(x, ("all_gather", args), ("reduce_scatter", args))
 
@@ -142,7 +148,7 @@ def reduce_scatter(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
     Raises:
         ValueError: `dim` does not divide by the number of devices.
     """
-    group = axis_group(axes, "reduce_scatter")
+    group = _group(x, axes, "reduce_scatter")
     args = (list(group.names), group.size, _divisible_dim(x, dim, group, "reduce_scatter"))
     return _apply(x, ("reduce_scatter", args), ("all_gather", args))
 
@@ -160,7 +166,7 @@ def all_to_all(x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> 
     Raises:
         ValueError: `split_dim` does not divide by the number of devices.
     """
-    group = axis_group(axes, "all_to_all")
+    group = _group(x, axes, "all_to_all")
     split, concat = _divisible_dim(x, split_dim, group, "all_to_all"), _dim(x, concat_dim)
     names = list(group.names)
     return _apply(
@@ -183,7 +189,7 @@ def collective_permute(
     Raises:
         ValueError: a position is outside of the axis, or occurs twice as source or as target.
     """
-    group = axis_group(axis, "collective_permute")
+    group = _group(x, axis, "collective_permute")
     given = [
         (require_int("a pair's source", source), require_int("a pair's target", target))
         for source, target in pairs

@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, UnsupportedOpError
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh, given_or_global
@@ -62,6 +63,7 @@ def init_device_mesh(
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
     """The DeviceMesh of device type "xla" with the same devices, shape and names."""
+    require_kind("mesh", mesh, Mesh, write="Mesh(device_ids, mesh_shape, axis_names)")
     ids = torch.from_numpy(mesh.get_logical_mesh().copy())
     return DeviceMesh("xla", ids, mesh_dim_names=mesh.axis_names)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from spmd_core.arguments import require_callable, require_kind
 from spmd_core.errors import PartitionSpecError, ShardError, UnsupportedOpError
 from spmd_core.manual import collectives, region, shard_map
 from spmd_core.marks import marking
@@ -47,9 +48,10 @@ def distribute_tensor(
         MeshError, ValueError, UnsupportedOpError, IndexError: see `from_device_mesh` and
             `partition_spec_of`.
         PartitionSpecError: the tensor has another sharding already (use `redistribute`).
-        TypeError: the tensor is a DTensor of another device type.
+        TypeError: not a tensor, or a DTensor of another device type.
         RuntimeError: the tensor is not a leaf.
     """
+    require_kind("tensor", tensor, torch.Tensor, write="a tensor, such as torch.as_tensor(data)")
     over = from_device_mesh(device_mesh)
     given = [placement_types().Replicate()] * len(over.axes) if placements is None else placements
     mesh, spec = partition_spec_of(
@@ -104,6 +106,7 @@ def distribute_module(
         The module.
 
     Raises:
+        TypeError: `module` is no module, or one of the functions is none.
         RuntimeError: the module was distributed before.
         ValueError: `input_fn` or `output_fn` does not take three arguments (two, without the
             module, are accepted with a warning).
@@ -111,6 +114,9 @@ def distribute_module(
         MeshError: see `from_device_mesh`.
     """
     devices.require_spmd("distribute_module")
+    require_kind("module", module, nn.Module, write="a module")
+    if partition_fn is not None:
+        require_callable("partition_fn", partition_fn)
     mesh = from_device_mesh(device_mesh).mesh
     if partition_fn is auto_policy:
         raise UnsupportedOpError(
@@ -155,6 +161,7 @@ def _hook(fn: Callable[..., Any], count: int, device_mesh: AnyMesh) -> Callable[
 def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
     if fn is None:
         return 3
+    require_callable(what, fn)
     count = len(inspect.signature(fn).parameters)
     if count == 2:
         warnings.warn(
@@ -306,7 +313,11 @@ def from_local(
         device_mesh: see `distribute_tensor`.
         placements: one for each dimension of the mesh; None: replicated, which needs the same
             values on all devices.
+
+    Raises:
+        TypeError: `local` is no tensor.
     """
+    require_kind("local", local, torch.Tensor, write="a tensor, such as tensor.to_local() gives")
     types, over = placement_types(), from_device_mesh(device_mesh)
     given = list(placements) if placements is not None else [types.Replicate()] * len(over.axes)
     whole: Any = local

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from spmd_core import counters
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.debugging.programs import kept
@@ -32,8 +32,15 @@ def step_program(*, since: int = 0) -> ProgramRecord | None:
 
 
 def given(program: ProgramRecord | None, what: str) -> ProgramRecord:
-    """The program, or the step's for None; raises SpmdError if none was compiled."""
-    found = program or step_program()
+    """The program, or the step's for None.
+
+    Raises:
+        TypeError: not the record of a program.
+        SpmdError: none was compiled.
+    """
+    if program is not None:
+        require_kind("program", program, ProgramRecord, write="one of metrics.programs(), or None")
+    found = step_program() if program is None else program
     if found is None:
         raise SpmdError(
             f"{what} describes a compiled program; none was compiled yet. Call it after sync()."

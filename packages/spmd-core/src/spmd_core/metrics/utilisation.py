@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.chips import chip_of
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.runtime import agreement
@@ -59,6 +59,7 @@ def flops_per_token(size: ModelSize) -> dict[str, int]:
         >>> flops_per_token(ModelSize(num_params=100, num_layers=2, width=3, seq=5))
         {'6N': 600, '6N+12LdS': 960, '6N+6LdS': 780}
     """
+    require_kind("size", size, ModelSize, write="ModelSize(num_params=..., num_layers=..., ...)")
     trained = size.num_params if size.num_trained is None else size.num_trained
     matrices = 4 * size.num_params + 2 * trained
     square = 12 * size.num_layers * size.width * size.seq

@@ -52,10 +52,21 @@ def run(graph: Graph, target: Target, name: str) -> Graph:
     for number, (stage, rewritten) in enumerate(stages(graph, target)):
         graph = rewritten
         if config.dump_passes:
-            folder = Path(config.dump_passes) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{number:02}_{stage}.txt").write_text(graph.text())
+            _dump(graph, Path(config.dump_passes) / name, f"{number:02}_{stage}.txt")
     return graph
+
+
+def _dump(graph: Graph, folder: Path, name: str) -> None:
+    """Writes the graph's text into a file of the folder, which is made. Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(graph.text())
+    except OSError as error:
+        raise OSError(
+            "config.dump_passes, or SPMD_DUMP_PASSES, is a folder that can be made and written; "
+            f"got {config.dump_passes!r}: {error}. Assign another folder to config.dump_passes, "
+            "or None."
+        ) from error
 
 
 def stages(graph: Graph, target: Target) -> Iterator[tuple[str, Graph]]:

@@ -57,11 +57,23 @@ def from_jax(array: jax.Array) -> XLAShardedTensor:
 
     Raises:
         TypeError: not a jax array, or of a dtype that torch does not have.
+        ValueError: the array was deleted.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"from_jax takes a computed jax.Array; got {type(array).__name__}. "
             "Use torch.as_tensor for host data, call_jax inside of a trace."
+        )
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"from_jax takes an array of numbers; got random keys of dtype {array.dtype}. "
+            "Pass jax.random.key_data(keys)."
+        )
+    if array.is_deleted():
+        raise ValueError(
+            "from_jax takes an array that has its data; got a deleted one of shape "
+            f"{tuple(array.shape)}, such as a jitted function that donates its argument leaves. "
+            "Pass that function's result, or a copy made before."
         )
     spec = Spec.contiguous(tuple(array.shape), dtypes.to_torch(array.dtype))
     sharding = array.sharding

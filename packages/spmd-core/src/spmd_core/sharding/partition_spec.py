@@ -31,6 +31,9 @@ class PartitionSpec(tuple[Entry, ...]):
         entries: for each dim None (not split), a mesh axis by name or index, or a tuple of axes,
             the major one first.
 
+    Raises:
+        PartitionSpecError: an argument is none of these.
+
     Example:
         >>> PartitionSpec("fsdp", None)
         PartitionSpec('fsdp', None)
@@ -42,6 +45,14 @@ class PartitionSpec(tuple[Entry, ...]):
     __slots__ = ()
 
     def __new__(cls, *entries: Entry) -> Self:
+        for entry in entries:
+            axes = entry if isinstance(entry, (tuple, list)) else (entry,)
+            if entry is not None and not all(map(_is_axis, axes)):
+                raise PartitionSpecError(
+                    "an entry of a partition spec is None, a mesh axis by its name (str) or its "
+                    f"index (int), or a tuple of these axes; got {entry!r}, of type "
+                    f"{type(entry).__name__}. Write for instance PartitionSpec('fsdp', None)."
+                )
         return super().__new__(cls, entries)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -49,6 +60,12 @@ class PartitionSpec(tuple[Entry, ...]):
 
     def __repr__(self) -> str:
         return f"PartitionSpec({', '.join(map(repr, self))})"
+
+
+def _is_axis(axis: object) -> bool:
+    return isinstance(axis, str) or (
+        not isinstance(axis, (bool, np.bool_)) and hasattr(type(axis), "__index__")
+    )
 
 
 @dataclass(frozen=True)

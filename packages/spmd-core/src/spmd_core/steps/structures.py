@@ -162,10 +162,13 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
         master_only: whether only process 0 writes; else each process writes to its own `path`.
 
     Raises:
+        TypeError: `path` is neither a path nor a file.
         OSError: the path is no regular file, or cannot be written; the earlier file stays.
         SpmdError: another process could not write its file. The process that could not write raises
             its own error.
     """
+    if not hasattr(path, "write"):
+        require_kind("path", path, str, os.PathLike, write="a path, or a file opened with 'wb'")
     host = to_cpu(data)
     error: Exception | None = None
     if processes.is_master() or not master_only:

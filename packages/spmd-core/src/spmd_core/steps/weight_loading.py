@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spmd_core import dtypes
+from spmd_core.arguments import require_kind
 from spmd_core.errors import DataError
 from spmd_core.graph.storage import Storage
 from spmd_core.steps import weight_checksums
@@ -148,6 +149,7 @@ def load_safetensors(
         The names that are missing and that are there in addition; with `strict`, none.
 
     Raises:
+        TypeError: `module` is neither a module nor a dict of tensors, or `path` is no path.
         DataError: the files are missing or damaged; or, all listed at once, tensors are missing,
             unexpected, or of other shapes or of dtypes that cannot be converted. Floating-point
             dtypes of 16 bits and more convert to each other, and integers to wider ones. Nothing
@@ -166,6 +168,7 @@ def load_safetensors(
         >>> torch.equal(model.weight.cpu(), right.weight)
         True
     """
+    require_kind("path", path, str, os.PathLike, write="the path of a file or a folder")
     tensors = named_tensors(module)
     stored = _contents(Path(path).expanduser())
     names: dict[Any, list[str]] = {}

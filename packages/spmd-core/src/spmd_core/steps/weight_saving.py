@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spmd_core import dtypes, files
-from spmd_core.arguments import require_int
+from spmd_core.arguments import require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_core.files import Unfinished
 from spmd_core.runtime import processes
@@ -80,6 +80,7 @@ def save_safetensors(
             asks for.
 
     Raises:
+        TypeError: `module` is neither a module nor a state dict, or `folder` is no path.
         OSError: a file could not be written, for instance as the disk is full.
         DataError: something in the state dict is no tensor, or has a dtype that the format lacks.
         ValueError: `max_shard_bytes` is less than 1.
@@ -97,6 +98,7 @@ def save_safetensors(
             f"a part holds at least a byte; got max_shard_bytes={max_shard_bytes}. "
             "Leave it out, or pass for instance 2**30."
         )
+    require_kind("folder", folder, str, os.PathLike, write="the folder's path")
     tensors = _first_names(named_tensors(module))
     _check_dtypes(tensors)
     parts = _parts(tensors, max_shard_bytes)
@@ -132,8 +134,10 @@ def named_tensors(module: Tensors) -> dict[str, torch.Tensor]:
     """A module's parameters and persistent buffers by the names of its state dict.
 
     Raises:
+        TypeError: neither a module nor a state dict.
         DataError: the state dict has something else, such as a module's extra state.
     """
+    require_kind("module", module, nn.Module, Mapping, write="a module, or its state dict")
     found: dict[str, Any] = (
         module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else dict(module)
     )
