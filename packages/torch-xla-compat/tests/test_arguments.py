@@ -122,3 +122,96 @@ def test_dims_platforms_and_ordinals():
     assert xm.all_gather(value, dim=-1) is value
     assert xm.get_xla_supported_devices(max_devices=1) == ["xla:0"]
     assert xm.do_on_ordinals(lambda: 3, ordinals=(0, 1)) == 3
+
+
+REFUSED = r"; got .*\. (Write|Pass|Leave|Sort) "
+NO_DEVICES = (5.5, None, "zz", "cpu", "xla:3")
+
+
+def test_devices_that_are_none_are_refused():
+    x = torch.ones(2)
+    state = torch.get_rng_state()
+    for value in NO_DEVICES:
+        calls = [
+            lambda v=value: xm.send_cpu_data_to_device(x, v),
+            lambda v=value: xm.xla_device_hw(v),
+            lambda v=value: xm.xla_real_devices([v]),
+            lambda v=value: xm.xla_replication_devices([v]),
+            lambda v=value: xm.set_replication(v, []),
+            lambda v=value: xm.set_replication("xla", [v]),
+            lambda v=value: xm.wait_device_ops([v]),
+        ]
+        if value is not None:
+            calls += [
+                lambda v=value: xm.get_rng_state(v),
+                lambda v=value: xm.set_rng_state(3, v),
+                lambda v=value: xm.fork_rng(v),
+                lambda v=value: torch_xla.manual_seed(3, v),
+                lambda v=value: xm.xla_device_kind(v),
+                lambda v=value: xm.get_memory_info(v),
+            ]
+        if value != "cpu":  # on which the same loop runs in eager torch
+            calls += [
+                lambda v=value: pl.MpDeviceLoader([x], v),
+                lambda v=value: pl.ParallelLoader([x], [v]),
+                lambda v=value: pl.ParallelLoader([x], ["xla"]).per_device_loader(v),
+            ]
+        for call in calls:
+            with pytest.raises((TypeError, RuntimeError, ValueError), match=REFUSED):
+                call()
+    assert torch.equal(torch.get_rng_state(), state)
+    for device in ("xla", "xla:0", torch_xla.device()):
+        xm.set_rng_state(xm.get_rng_state(device), device)
+        with xm.fork_rng(device):
+            torch.rand(1)
+        assert xm.xla_device_hw(device) == xm.xla_device_hw(xm.xla_real_devices([device])[0])
+        assert xm.send_cpu_data_to_device([x], device)[0].device.type == "xla"
+        torch_xla.manual_seed(3, device)
+        xm.set_replication(device, [device])
+        xm.wait_device_ops([device])
+        list(pl.MpDeviceLoader([x], device))
+    assert xm.xla_real_devices() == xm.xla_real_devices([]) == xm.xla_real_devices(["xla:0"])
+    assert isinstance(xm.xla_device_kind(), str)
+
+
+def test_loaders_shardings_lists_and_replicas_that_are_none_are_refused():
+    x = torch.ones(2, device="xla")
+    device = torch_xla.device()
+    for call in (
+        *(lambda v=value: pl.MpDeviceLoader(v, device) for value in ("abc", {"a": x}, 5, list)),
+        *(
+            lambda v=value: pl.MpDeviceLoader([x], device, input_sharding=v)
+            for value in ("x", 5, ("x",), print, {"a": "x"}, {"a": {"b": None}})
+        ),
+        lambda: pl.ParallelLoader("abc", [device]),
+        lambda: pl.ParallelLoader([x], "xla"),
+        lambda: pl.ParallelLoader([x], []),
+        lambda: pl.ParallelLoader([x], [device], input_sharding="x"),
+        lambda: xm.send_cpu_data_to_device(x, device, "x"),
+        lambda: xm.send_cpu_data_to_device(x, device, {"a": None}),
+        lambda: xm.unlazy(5),
+        lambda: xm.unlazy(t for t in [x]),
+        lambda: xm.wait_device_ops("xla"),
+        lambda: xm.xla_real_devices(5),
+        lambda: xm.all_reduce("sum", 5),
+        lambda: xm.all_reduce("sum", [5]),
+        lambda: xm.collective_broadcast(5),
+        lambda: xm.collective_broadcast([x, 5]),
+        lambda: xm.rendezvous("tag", b"", [5]),
+        lambda: xm.rendezvous("tag", b"", 5),
+    ):
+        with pytest.raises((TypeError, ValueError), match=REFUSED):
+            call()
+    loader = pl.MpDeviceLoader([x], device)
+    loader._parallel_loader_kwargs["input_sharding"] = "x"
+    with pytest.raises(TypeError, match=REFUSED):
+        iter(loader)
+    assert xm.rendezvous("tag", b"a", [0]) == [b"a"]
+    xm.unlazy({"loss": x + 1, "parts": (x,)})
+
+
+def test_a_world_of_one_reduces_tensors_of_the_host_too():
+    x = torch.ones(2)
+    assert xm.all_reduce("sum", x, scale=2.0).tolist() == [2.0, 2.0] and x.tolist() == [1.0, 1.0]
+    assert xm.all_reduce("sum", x) is not x
+    assert xm.all_reduce("sum", [x], scale=3.0) is None and x.tolist() == [3.0, 3.0]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.tensor.logical_device import as_device
 
 
 def load(location):
@@ -63,3 +64,13 @@ def test_the_device_module_has_one_device():
     torch.xla.set_device(0)
     with torch.xla.device("xla"):
         assert torch.ones(1, device="xla").item() == 1
+
+
+def test_an_argument_that_names_no_device_is_refused():
+    for value in (None, 5.5, True, b"xla", "zz", "xla:x", "xla:3", torch.device("xla:1")):
+        with pytest.raises((TypeError, RuntimeError), match=r"; got .*[.] Write .*'xla'"):
+            as_device("device", value)
+    for value in ("xla", "xla:0", torch.device("xla"), "cpu"):
+        assert as_device("device", value) == torch.device(value)
+    with pytest.raises(ValueError, match=r"this process's devices, .*; got 'xla:3'. Pass one of"):
+        spmd.metrics.memory_stats("xla:3")

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_callable, require_int
 from spmd_core.errors import DataError
-from spmd_data.sampler import ShardedSampler, Tail
+from spmd_data.sampler import ShardedSampler, Tail, require_samples
 
 
 @checked(batch_size=1, num_workers=0)
@@ -49,8 +49,12 @@ def sharded_dataloader(
         collate_fn: makes a batch of a list of samples; None: torch's.
 
     Raises:
+        TypeError: `dataset`, `mesh` or `collate_fn` is of another kind.
         DataError: see `ShardedSampler.of_mesh`.
     """
+    require_samples(dataset)
+    if collate_fn is not None:
+        require_callable("collate_fn", collate_fn)
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "seed": seed,

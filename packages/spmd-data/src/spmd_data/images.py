@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable
 from spmd_core.errors import DataError
+from spmd_data.sampler import require_samples
 
 
 class TransformedSamples(torch.utils.data.Dataset[Any]):
@@ -28,6 +29,7 @@ class TransformedSamples(torch.utils.data.Dataset[Any]):
         seed: of the draws.
 
     Raises:
+        TypeError: `dataset` has no samples by index, or `transform` is no function.
         DataError: a sample is read outside of the main thread of a process, where another thread
             may draw at the same time.
 
@@ -41,6 +43,8 @@ class TransformedSamples(torch.utils.data.Dataset[Any]):
 
     @checked()
     def __init__(self, dataset: Any, transform: Callable[[Any], Any], *, seed: int = 0) -> None:
+        require_samples(dataset)
+        require_callable("transform", transform)
         self._dataset, self._transform, self._seed = dataset, transform, seed
 
     def __len__(self) -> int:

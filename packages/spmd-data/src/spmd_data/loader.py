@@ -19,11 +19,12 @@ from spmd_core.arguments import checked, require_kind, require_number
 from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.runtime import interrupts
+from spmd_core.tensor.logical_device import as_device
 from spmd_data import counters
 from spmd_data.matching import InputSharding, may_give_parts
 from spmd_data.pipeline import Pipeline
 from spmd_data.placement import Placement, UnevenBatch, is_spmd_device
-from spmd_data.sources import Source, source_of
+from spmd_data.sources import Source, require_batches, source_of
 
 interrupts.keep_whole(__file__)
 
@@ -76,6 +77,8 @@ class MpDeviceLoader:
             iteration.
 
     Raises:
+        TypeError: `loader` is nothing that gives batches, or `device` is no device.
+        DeviceMismatchError: `device` names none.
         DataError: an argument breaks one of the rules above; by `next()`, if an epoch gave no
             batch, such as the second one over a generator, or `uneven_batch` dropped all. (An
             exception of the wrapped loader or of the transfer is raised by the `next()` whose batch
@@ -104,15 +107,11 @@ class MpDeviceLoader:
         uneven_batch: UnevenBatch | str = UnevenBatch.KEEP,
         stall_warning_s: float = 60.0,
     ) -> None:
-        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-            raise TypeError(
-                "a loader gives batches when it is iterated; "
-                f"got {loader!r}, of type {type(loader).__name__}. Pass for instance a DataLoader."
-            )
+        require_batches(loader)
         self._loader = loader
         rows = getattr(loader, "batch_size", None)
         self._placement = Placement(
-            torch.device(device),
+            as_device("device", device),
             input_sharding,
             _checked_policy(uneven_batch),
             full_rows=rows if isinstance(rows, int) else None,
@@ -211,6 +210,11 @@ class MpDeviceLoader:
         `megabytes`.
         """
         now = self.counters()
+        if not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                "writer has add_scalar(tag, value, step), as TensorBoard's SummaryWriter; "
+                f"got {writer!r}, of type {type(writer).__name__}. Write such an object."
+            )
         for name, value in counters.means(now, self._logged).items():
             writer.add_scalar(f"input/{name}", value, step)
         self._logged = now

@@ -95,6 +95,21 @@ def text(path: Path) -> str:
     return "batch" + "".join(f"[{part!r}]" for part in path)
 
 
+def require_shardings(sharding: Any, where: str = "input_sharding") -> None:
+    """Raises DataError for a part of `input_sharding` that is no sharding, function or None."""
+    if _is_structure(sharding):
+        parts = _children(sharding)
+        # A tuple of another type, such as a partition spec, is no structure of a batch.
+        if parts or dataclasses.is_dataclass(sharding) or not len(sharding):
+            for key, part in parts.items():
+                require_shardings(part, f"{where}[{key!r}]")
+            return
+    if sharding is None or isinstance(sharding, spmd.ShardingSpec):
+        return
+    if _is_structure(sharding) or not callable(sharding):
+        raise _no_spec(sharding, where)
+
+
 def may_give_parts(sharding: InputSharding) -> bool:
     """Whether a spec may be of one process's part of a tensor: see `ShardingSpec.minibatch`."""
     if _is_structure(sharding):
@@ -166,10 +181,10 @@ def _spec_of(
         raise _another_structure(tensor, sharding, path)
     if sharding is not None and not isinstance(sharding, spmd.ShardingSpec):
         if not callable(sharding):
-            raise _no_spec(sharding, path)
+            raise _no_spec(sharding, text(path))
         sharding, named = sharding(path, tensor), True
         if sharding is not None and not isinstance(sharding, spmd.ShardingSpec):
-            raise _no_spec(sharding, path)
+            raise _no_spec(sharding, text(path))
     if sharding is None or not tensor.ndim:
         return None
     absent = [entry for entry in sharding.partition_spec[tensor.ndim :] if entry is not None]
@@ -303,9 +318,9 @@ def _another_structure(value: Any, sharding: Any, path: Path) -> DataError:
     )
 
 
-def _no_spec(sharding: Any, path: Path) -> DataError:
+def _no_spec(sharding: Any, where: str) -> DataError:
     return DataError(
         "a sharding must be a ShardingSpec or None; got "
-        f"{type(sharding).__name__} for {text(path)}. "
+        f"{type(sharding).__name__} for {where}. "
         "Pass for instance spmd.ShardingSpec(mesh, ('data', None))."
     )

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 
 NO_TARGET = -100  # ignored by torch's cross entropy (`ignore_index`)
@@ -139,7 +139,7 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packing: Packing | str = Packing.FIRST_FIT,
         padding_token: int = 0,
     ) -> None:
-        if not hasattr(documents, "lengths"):
+        if not hasattr(documents, "lengths") or not hasattr(documents, "tokens"):
             raise TypeError(
                 "documents have lengths and tokens, as a TokenStream and a TokenCache; "
                 f"got {type(documents).__name__}. Write TokenStream or cached_tokens."
@@ -191,10 +191,29 @@ class TokenStream:
         stream: the tokens, integers of shape (tokens,).
         starts: the position of each document's first token, ascending: shape (documents,). Tokens
             before the first one belong to no document.
+
+    Raises:
+        TypeError, DataError: one of these is no such array.
     """
 
     stream: np.ndarray
     starts: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, value in (("stream", self.stream), ("starts", self.starts)):
+            write = f"numpy.asarray({name})"
+            require_kind(name, value, np.ndarray, write=write)
+            if value.ndim != 1 or (len(value) and value.dtype.kind not in "iu"):
+                raise DataError(
+                    f"{name} has integers along one dim; got an array of shape {value.shape} and "
+                    f"dtype {value.dtype}. Pass for instance {name}.ravel().astype('int64')."
+                )
+        starts = np.concatenate([[0], self.starts.astype(np.int64), [len(self.stream)]])
+        if (starts[1:] < starts[:-1]).any():
+            raise DataError(
+                f"starts are ascending positions in a stream of {len(self.stream)} tokens; got "
+                f"{self.starts.tolist()[:8]}. Sort them, and leave out what lies outside."
+            )
 
     @classmethod
     @checked()

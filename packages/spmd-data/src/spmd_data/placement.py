@@ -15,7 +15,7 @@ from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
 from spmd_core.recording import layouts
 from spmd_core.steps import structures
-from spmd_data.matching import InputSharding, Leaf, matched, text
+from spmd_data.matching import InputSharding, Leaf, matched, require_shardings, text
 
 ROW_MASK = "row_mask"
 """The key of the mask that `UnevenBatch.PAD` adds to dict batches."""
@@ -77,7 +77,7 @@ class Placement:
         full_rows: the rows of a full batch, to which `UnevenBatch.PAD` pads; None if not known.
 
     Raises:
-        DataError: shardings were given for a device that is not "xla".
+        DataError: shardings were given for a device that is not "xla", or something that is none.
     """
 
     device: torch.device
@@ -86,6 +86,7 @@ class Placement:
     full_rows: int | None = None
 
     def __post_init__(self) -> None:
+        require_shardings(self.input_sharding)
         if self.input_sharding is not None and not is_spmd_device(self.device):
             raise DataError(
                 "only tensors on the xla device can be sharded; got input_sharding together with "

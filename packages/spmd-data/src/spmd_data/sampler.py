@@ -7,7 +7,7 @@ of processes.
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -289,14 +289,29 @@ def uneven_tail(num_samples: int, divisor: int) -> DataError:
     )
 
 
+def require_samples(dataset: object) -> None:
+    """Raises TypeError for a dataset without a length and samples by index."""
+    if isinstance(dataset, str | bytes) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise TypeError(
+            "a dataset has a length and samples by index, len(dataset) and dataset[0]; got "
+            f"one of type {type(dataset).__name__}. Write for instance a TensorDataset."
+        )
+
+
 def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) -> Part:
     """The part of this process when `axis` of `mesh` splits the batch. Starts the devices.
 
     Raises:
+        TypeError: `mesh` is no Mesh.
         DataError: see `parts.parts_of_processes`; or the mesh has no device of this process.
         PartitionSpecError: the mesh has no such axis.
     """
-    given = () if axis is None else (axis,) if isinstance(axis, str | int) else tuple(axis)
+    require_kind("mesh", mesh, spmd.Mesh, write="spmd_core.Mesh(device_ids, shape, axis_names)")
+    if axis is None:
+        axis = ()
+    given = tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
     axes = [mesh.axis_index(each) for each in given]
     process_of = [device["process_index"] for device in spmd.device_attributes()]
     parts = parts_of_processes(mesh.get_logical_mesh(), axes, process_of)

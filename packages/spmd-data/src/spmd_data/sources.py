@@ -170,6 +170,21 @@ class Source(abc.ABC):
         return {}
 
 
+def require_batches(loader: object) -> None:
+    """Raises TypeError for a loader that gives no batches when it is iterated.
+
+    Texts and mappings give characters and keys, and a class gives nothing.
+    """
+    gives_batches = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not gives_batches or isinstance(loader, str | bytes | Mapping | type):
+        shown = " ".join(repr(loader).split())
+        raise TypeError(
+            "a loader gives batches when it is iterated; "
+            f"got {shown if len(shown) <= 80 else f'{shown[:77]}...'}, of type "
+            f"{type(loader).__name__}. Pass for instance a DataLoader."
+        )
+
+
 def source_of(loader: Iterable[Any], *, is_read_ahead: bool) -> Source:
     """The source of the loader's kind."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):

@@ -12,6 +12,7 @@ from spmd_core.runtime import processes
 from spmd_core.torch_backend import random_state
 from torch_xla._environment import is_set
 from torch_xla._upstream import refuse, refused, warn_of_one_replica
+from torch_xla.core._devices import require_logical
 
 
 def device(index: int | None = None) -> torch.device:
@@ -83,7 +84,11 @@ def set_custom_compile_options(options: dict[str, Any]) -> None:
 
 
 def manual_seed(seed: int, device: torch.device | None = None) -> None:
-    """Seeds torch's generator, from which the device's random numbers derive."""
+    """Seeds torch's generator, from which the device's random numbers derive.
+
+    RuntimeError for another device than the logical one.
+    """
+    require_logical(device)
     random_state.manual_seed(seed)
 
 

@@ -124,7 +124,7 @@ def memory_stats(device: int | str | torch.device | None = None) -> dict[str, in
 
 def _chosen(device: int | str | torch.device | None) -> list[jax.Device]:
     names = real_devices()
-    if device is None or str(device).split(":")[0] == "xla":
+    if device is None or str(device) in ("xla", "xla:0"):
         return _local_devices()
     wanted = (
         f"{names[0].split(':')[0]}:{device}" if isinstance(device, int) else str(device).upper()

@@ -38,6 +38,13 @@ def _reduction(reduce_type: str) -> None:
         )
 
 
+def _require_tensors(name: str, tensors: object) -> None:
+    """Raises TypeError for what is no list of tensors."""
+    require_kind(name, tensors, list, tuple, write="the tensors in a list")
+    for index, tensor in enumerate(tensors):  # type: ignore[arg-type,var-annotated]
+        require_kind(f"{name}[{index}]", tensor, torch.Tensor, write="a tensor")
+
+
 def _check_dim(name: str, dim: int, value: torch.Tensor) -> None:
     """IndexError for a dim that the value lacks, as for the same call with several replicas."""
     if not -value.dim() <= require_int(name, dim) < value.dim():
@@ -53,10 +60,18 @@ def all_reduce(
 ) -> Any:
     """Reduces over all replicas: with one, a copy times `scale`; a list is scaled in place.
 
+    With one replica this holds for tensors of any device, as in torch_xla, where a world of one
+    reduces nothing.
+
     In a manual region the replicas are the region's devices, and `groups` contains their numbers.
     This holds for all collectives of this module.
+
+    Raises:
+        TypeError: `inputs` is neither a tensor nor a list of tensors.
+        ValueError: there is no such reduction, or no such replica.
     """
     _reduction(reduce_type)
+    _require_tensors("inputs", [inputs] if isinstance(inputs, torch.Tensor) else inputs)
     region = _replica_groups.region(inputs)
     if region is not None:
         return _replica_groups.all_reduce(region, reduce_type, inputs, scale, groups)
@@ -180,6 +195,7 @@ def collective_broadcast(
     pin_layout: bool = True,
 ) -> None:
     """Broadcasts the root's values: does nothing, as there is one replica, which is the root."""
+    _require_tensors("tensors", tensors)
     check_world_of_one(groups)
     if root_ordinal != 0:
         raise ValueError(

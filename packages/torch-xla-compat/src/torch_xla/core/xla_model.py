@@ -1,6 +1,7 @@
 """torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, processes."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ from spmd_core.marks import marking
 from spmd_core.modules import barrier
 from spmd_core.runtime import processes
 from spmd_core.steps import closures, loop, structures
+from spmd_core.tensor.logical_device import as_device
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import random_state
 from torch_xla import _exchanged
@@ -33,6 +35,7 @@ from torch_xla.core._collectives import check_world_of_one
 from torch_xla.core._collectives import collective_broadcast as collective_broadcast
 from torch_xla.core._collectives import collective_permute as collective_permute
 from torch_xla.core._collectives import reduce_scatter as reduce_scatter
+from torch_xla.core._devices import physical_names, require_logical
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
@@ -86,28 +89,21 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
     itself. `torch_xla.real_devices()` has all of them.
 
     Raises:
+        TypeError: `devices` is no list.
         RuntimeError: a device is neither the logical device nor a physical one.
     """
-    known = processes.real_devices()
-    result = []
-    for device in devices or [spmd.device()]:
-        name = known[0] if str(device) in ("xla", str(spmd.device())) else str(device)
-        if name not in known:
-            raise RuntimeError(
-                f"a device is xla:0 or one of {', '.join(known)}; got {device}. "
-                "Pass torch_xla.device()."
-            )
-        result.append(name)
-    return result
+    return physical_names([] if devices is None else devices) or physical_names([spmd.device()])
 
 
 def xla_device_hw(device: Any) -> str:
-    """The platform of a device: CPU, TPU or CUDA."""
+    """The platform of a device: CPU, TPU or CUDA. RuntimeError for an unknown device."""
+    physical_names([device])
     return spmd.device_type()
 
 
 def xla_device_kind(device: Any = None) -> str:
-    """The vendor's name of the hardware, such as `TPU v4`."""
+    """The vendor's name of the hardware, such as `TPU v4`. RuntimeError for an unknown device."""
+    physical_names([spmd.device() if device is None else device])
     return str(spmd.device_attributes()[0]["kind"])
 
 
@@ -117,7 +113,9 @@ def xla_replication_devices(local_devices: Sequence[Any]) -> list[str]:
 
 
 def set_replication(device: Any, devices: Sequence[Any] | None) -> None:
-    """Does nothing: there is one replica."""
+    """Does nothing: there is one replica. RuntimeError for an unknown device."""
+    physical_names([device])
+    physical_names([] if devices is None else devices)
 
 
 def get_ordinal() -> int:
@@ -152,10 +150,11 @@ def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = 
 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
-    """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device, in bytes."""
-    found = processes.memory_stats(
-        None if device is None or torch.device(device) == spmd.device() else device
-    )
+    """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device, in bytes.
+
+    ValueError for an unknown device.
+    """
+    found = processes.memory_stats(device)
     return {
         "bytes_used": found["bytes_in_use"],
         "bytes_limit": found["bytes_limit"],
@@ -173,12 +172,19 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Waits until the devices have finished every program that was started."""
+    """Waits until the devices have finished every program that was started.
+
+    RuntimeError for an unknown device.
+    """
+    physical_names(devices)
     loop.wait_device_ops()
 
 
 def unlazy(tensors: Any) -> None:
-    """Computes the tensors now, and waits for them."""
+    """Computes the tensors now, and waits for them. TypeError for what can hold no tensors."""
+    if not dataclasses.is_dataclass(tensors):
+        kinds = (torch.Tensor, list, tuple, Mapping, set, frozenset)
+        require_kind("tensors", tensors, *kinds, write="the tensors in a list")
     loop.unlazy(tensors)
 
 
@@ -235,9 +241,15 @@ def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None)
     A tensor is sharded if `input_sharding` can apply to it, else replicated.
 
     Raises:
-        RuntimeError: with `minibatch`, the batch size is not divisible by the number of devices of
-            this host.
+        TypeError: `device` is no device, or `input_sharding` no ShardingSpec.
+        RuntimeError: `device` is not the logical device; or with `minibatch`, the batch size is not
+            divisible by the number of devices of this host.
     """
+    as_device("device", device)  # which None is not, here
+    require_logical(device)
+    if input_sharding is not None:
+        write = "ShardingSpec(mesh, partition_spec)"
+        require_kind("input_sharding", input_sharding, spmd.ShardingSpec, write=write)
     _check_minibatch(datas, input_sharding)
     return _lists(structures.map_tensors(datas, lambda t: _sent(t, input_sharding)))
 
@@ -341,18 +353,24 @@ def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> byt
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
-    """Sets the random state to a number that `get_rng_state` gave, or to a seed."""
+    """Sets the random state to a number that `get_rng_state` gave, or to a seed.
+
+    Here and below, RuntimeError for another device than the logical one.
+    """
+    require_logical(device)
     random_state.set_rng_state(seed)
 
 
 def get_rng_state(device: Any = None) -> int:
     """The random state as a number. Restoring it repeats the random numbers drawn since."""
+    require_logical(device)
     return random_state.as_seed()
 
 
 @checked()
 def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager[None]:
     """Context that restores the random state on exit."""
+    require_logical(device)
     return random_state.fork_rng(enabled=enabled)
 
 
@@ -360,8 +378,19 @@ def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Waits for the processes of all hosts; returns their payloads, in the order of processes."""
+    """Waits for the processes of all hosts; returns their payloads, in the order of processes.
+
+    Raises:
+        TypeError: the payload is not bytes.
+        ValueError: `replicas` leaves out a process, or has another number.
+    """
     require_kind("payload", payload, bytes, write="for instance payload=b'ready'")
+    require_kind("replicas", replicas, list, tuple, range, write="replicas=()")
+    if len(replicas) and set(replicas) != set(range(processes.process_count())):
+        raise ValueError(
+            f"replicas are all {processes.process_count()} processes, numbered from 0; got "
+            f"{list(replicas)}. Leave replicas out."
+        )
     if processes.process_count() == 1:
         return [payload]
     lengths = _multihost_utils.process_allgather(np.array([len(payload)]))

@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 
+import spmd_core as spmd
 import spmd_data
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_core.steps import structures
+from spmd_core.tensor.logical_device import as_device
+from spmd_data.sources import require_batches
 from torch_xla.core import xla_model
 
 _PREFETCH = 8
@@ -40,6 +43,11 @@ class MpDeviceLoader:
         host_to_device_transfer_threads: number of threads that move batches to the device; the
             order is kept.
         loader_prefetch_size, batchdim: accepted; `device_prefetch_size` is the only bound here.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: a number is too small.
+        RuntimeError: there is no such device.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
@@ -51,6 +59,9 @@ class MpDeviceLoader:
             )
         for name, least in _LEAST.items():
             require_int(name, kwargs.get(name, 1), least=least)
+        require_batches(loader)
+        as_device("device", device)
+        _require_sharding(kwargs.get("input_sharding"))
         self._loader, self._device = loader, device
         # Programs change these arguments between two iterations.
         self._parallel_loader_kwargs: dict[str, Any] = kwargs
@@ -60,6 +71,7 @@ class MpDeviceLoader:
         self.close()
         given = self._parallel_loader_kwargs
         sharding = given.get("input_sharding")
+        _require_sharding(sharding)
         if isinstance(sharding, Mapping):  # torch_xla looks up the batch's keys alone
             sharding = spmd_data.OptionalKeys(sharding)
         has_state = hasattr(self._loader, "state_dict")
@@ -87,6 +99,16 @@ class MpDeviceLoader:
         if self._current is not None:
             self._current.close()
             self._current = None
+
+
+def _require_sharding(sharding: Any) -> None:
+    """Raises TypeError for what is neither None, a ShardingSpec, nor a dict of these."""
+    specs = {"": sharding} if not isinstance(sharding, Mapping) else sharding
+    for key, spec in specs.items():
+        if spec is not None:
+            name = "input_sharding" if specs is not sharding else f"input_sharding[{key!r}]"
+            write = "ShardingSpec(mesh, partition_spec)"
+            require_kind(name, spec, spmd.ShardingSpec, write=write)
 
 
 class PerDeviceLoader(Iterator[Any]):
@@ -144,7 +166,13 @@ class ParallelLoader:
         host_to_device_transfer_threads: int = 1,
         input_sharding: Any = None,
     ) -> None:
-        self._devices = [torch.device(device) for device in devices]
+        require_kind("devices", devices, list, tuple, write="[torch_xla.device()]")
+        if not devices:
+            raise ValueError(
+                "devices are those on which batches are used, at least one; got []. "
+                "Write [torch_xla.device()]."
+            )
+        self._devices = [as_device("devices", device) for device in devices]
         self._loader = MpDeviceLoader(
             cpu_loader,
             self._devices[0],
@@ -158,9 +186,10 @@ class ParallelLoader:
         """Returns the iterator over the device's batches.
 
         Raises:
+            TypeError: `device` is no device.
             RuntimeError: the loader was not created for a device of this type.
         """
-        if torch.device(device).type not in {known.type for known in self._devices}:
+        if as_device("device", device).type not in {known.type for known in self._devices}:
             raise RuntimeError(
                 f"a loader serves the devices that it was made for, {self._devices}; got {device}. "
                 "Pass one of them."
