@@ -44,10 +44,13 @@ def run(
         fresh.Process(arguments(rank, port), common | env(rank, port))
         for rank in range(num_processes)
     ]
+    codes = []
     try:
         codes = [process.wait(timeout_s) for process in processes]
     finally:
         said = [process.end() for process in processes]
+        if len(codes) < num_processes:
+            print(*(errors for _, errors in said), sep="\n")  # pytest shows it
     return [Ended(code, errors) for code, (_, errors) in zip(codes, said)]
 
 
