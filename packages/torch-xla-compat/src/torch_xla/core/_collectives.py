@@ -3,7 +3,7 @@
 In a manual region (`torch_xla.core._replica_groups`) they exchange the blocks of devices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ _REDUCTIONS = (REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE
 
 
 def check_world_of_one(groups: Any) -> None:
+    """ValueError for more than the one replica, TypeError for what is no list of lists."""
+    for group in groups if isinstance(groups, (list, tuple)) else [groups or []]:
+        require_kind("a group of replicas", group, list, tuple, range, write="groups=None")
     if groups and any(list(group) != [0] for group in groups):
         raise ValueError(
             f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. "
@@ -38,7 +41,7 @@ def _reduction(reduce_type: str) -> None:
         )
 
 
-def _require_tensors(name: str, tensors: object) -> None:
+def require_tensors(name: str, tensors: object) -> None:
     """Raises TypeError for what is no list of tensors."""
     require_kind(name, tensors, list, tuple, write="the tensors in a list")
     for index, tensor in enumerate(tensors):  # type: ignore[arg-type,var-annotated]
@@ -47,6 +50,7 @@ def _require_tensors(name: str, tensors: object) -> None:
 
 def _check_dim(name: str, dim: int, value: torch.Tensor) -> None:
     """IndexError for a dim that the value lacks, as for the same call with several replicas."""
+    require_kind("value", value, torch.Tensor, write="a tensor")
     if not -value.dim() <= require_int(name, dim) < value.dim():
         raise IndexError(
             f"{name} is a dim of the value, which has {value.dim()}; got {dim!r}. "
@@ -71,7 +75,7 @@ def all_reduce(
         ValueError: there is no such reduction, or no such replica.
     """
     _reduction(reduce_type)
-    _require_tensors("inputs", [inputs] if isinstance(inputs, torch.Tensor) else inputs)
+    require_tensors("inputs", [inputs] if isinstance(inputs, torch.Tensor) else inputs)
     region = _replica_groups.region(inputs)
     if region is not None:
         return _replica_groups.all_reduce(region, reduce_type, inputs, scale, groups)
@@ -172,12 +176,15 @@ def all_to_all(
     return value
 
 
-def collective_permute(value: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> torch.Tensor:
+def collective_permute(value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Sends values between (source, target) pairs of replicas.
 
     With one replica: a copy of the value for the pair (0, 0), zeros without it. ValueError for any
     other pair.
     """
+    require_kind("value", value, torch.Tensor, write="a tensor")
+    for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
+        require_kind("a pair of replicas", pair, list, tuple, write="pairs=[(0, 0)]")
     given = [tuple(pair) for pair in pairs]
     if any(pair != (0, 0) for pair in given):
         raise ValueError(
@@ -195,7 +202,7 @@ def collective_broadcast(
     pin_layout: bool = True,
 ) -> None:
     """Broadcasts the root's values: does nothing, as there is one replica, which is the root."""
-    _require_tensors("tensors", tensors)
+    require_tensors("tensors", tensors)
     check_world_of_one(groups)
     if root_ordinal != 0:
         raise ValueError(

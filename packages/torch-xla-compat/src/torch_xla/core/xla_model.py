@@ -31,7 +31,7 @@ from torch_xla.core._collectives import all_gather as all_gather
 from torch_xla.core._collectives import all_reduce as all_reduce
 from torch_xla.core._collectives import all_to_all as all_to_all
 from torch_xla.core._collectives import broadcast_master_param as broadcast_master_param
-from torch_xla.core._collectives import check_world_of_one
+from torch_xla.core._collectives import check_world_of_one, require_tensors
 from torch_xla.core._collectives import collective_broadcast as collective_broadcast
 from torch_xla.core._collectives import collective_permute as collective_permute
 from torch_xla.core._collectives import reduce_scatter as reduce_scatter
@@ -49,7 +49,8 @@ RateTracker = loop.RateTracker
 
 
 def is_xla_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the device."""
+    """Whether a tensor is on the device. TypeError for what is no tensor."""
+    require_kind("tensor", tensor, torch.Tensor, write="a tensor")
     return tensor.device.type == "xla"
 
 
@@ -337,6 +338,8 @@ def save(
 
 def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
     """StableHLO of the program that would compute the tensors; by default all that is pending."""
+    if tensors is not None:
+        require_tensors("tensors", tensors)
     return debugging.stablehlo(*(tensors or ()))
 
 

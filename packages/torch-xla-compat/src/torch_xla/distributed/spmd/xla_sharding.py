@@ -10,6 +10,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import metrics
+from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.manual import region, shard_map
 from spmd_core.marks import custom_ops, marking
@@ -438,11 +439,13 @@ def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
 
     torch's own Linear flattens the leading dims of its input instead.
     """
+    require_kind("module", module, torch.nn.Module, write="a torch.nn.Module")
     return einsum_linear.apply_einsum_linear(module)
 
 
 def xla_patched_nn_linear_forward(m: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """A Linear layer's forward as one contraction of the last dim."""
+    require_kind("m", m, torch.nn.Linear, write="a torch.nn.Linear")
     result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, m.weight, m.bias)
     return result
 
@@ -461,6 +464,7 @@ class XLAPatchedLinear:
 
 def apply_backward_optimization_barrier(m: torch.nn.Module) -> torch.nn.Module:
     """Puts a barrier behind the gradients of `m` in each backward pass; returns `m`."""
+    require_kind("m", m, torch.nn.Module, write="a torch.nn.Module")
     return barrier.apply_backward_optimization_barrier(m)
 
 
