@@ -85,6 +85,7 @@ BENCHMARKS = {
             Ratio("run.model_cpu_samples_s", "run.jax_cpu_samples_s"),
         ),
     ),
+    "interruptions": Benchmark((), (Amount("wrong"), Amount("printed"))),
     "memory": Benchmark(
         ("num_devices",),
         tuple(Amount(f"step.{name}") for name in ("argument_bytes", "temp_bytes", "peak_bytes")),
@@ -97,6 +98,7 @@ BENCHMARKS = {
     "partitioner_jax": Benchmark((), (Amount("calls[call].wrong"), Amount("calls[call].error"))),
     "partitioner_layouts": Benchmark((), (Amount("calls[call,sizes].wrong"),)),
     "partitioner_pairs": Benchmark((), (Amount("calls[call].wrong"), Amount("calls[call].error"))),
+    "partitioner_sizes": Benchmark((), (Amount("calls[call,size].wrong"),)),
     "peers": Benchmark(
         (),
         (
@@ -195,7 +197,9 @@ def _samples(name: str, figure: Ratio | Amount, data: Mapping[str, Any]) -> dict
 
 
 def _amount(value: Any) -> float:
-    """An amount as a number; a list of failures counts as their number."""
+    """An amount as a number; a list of failures, or counts of them by kind, as their number."""
+    if isinstance(value, dict):
+        return float(sum(value.values()))
     return float(len(value) if isinstance(value, list) else value)
 
 

@@ -102,7 +102,7 @@ def test_finished_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_end_of_a_complaint(tmp_path: Path) -> None:
     command = ["benchmarks.reference_jax_gpt2", "--mesh=data=2"]
     said = hbm.compiled(command, tmp_path / "x.json", arguments="")
-    assert said.startswith("error: --mesh takes sizes of the axes fsdp and tensor")
+    assert said.startswith("error: mesh axes must be among fsdp, tensor; got ['data']")
 
 
 def test_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -56,7 +56,7 @@ def test_no_dim_is_merged(mesh_2d):
     program = compile_cache.newest()
     assert [n.entry.name for n in program.graph.nodes] == [
         "aten::linear"
-    ] and "reshape" not in program.lowered_text().split("dot_general")[0]
+    ] and "reshape" not in program.lowered.stage.as_text().split("dot_general")[0]
     torch.testing.assert_close(
         out.detach().cpu(),
         F.linear(x.cpu(), layer.weight.detach().cpu(), layer.bias.detach().cpu()),

@@ -185,7 +185,7 @@ def test_without_the_checks_nothing_is_returned_for_them() -> None:
         del kept
         program = compile_cache.newest()
         assert program is not None
-        return compile_cache.keys()[-1], program.lowered_text()
+        return compile_cache.keys()[-1], program.lowered.stage.as_text()
 
     checked, text = compiled()
     index_checks.forget()

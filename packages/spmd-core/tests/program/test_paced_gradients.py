@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import spmd_core as spmd
 from spmd_core.ops.kernels import pieces
-from spmd_core.program import compile_cache, lower
+from spmd_core.program import compile_cache, target
 from spmd_core.program.ir import BarrierEntry
 from spmd_core.program.passes.paced_gradients import paced_gradients
 
@@ -39,7 +39,7 @@ class Tied(nn.Module):
 @pytest.fixture(autouse=True)
 def lowered_for_tpu(monkeypatch):
     """Programs are lowered as for a TPU, and run on the CPU."""
-    monkeypatch.setattr(lower, "devices", SimpleNamespace(platform=lambda: "tpu"))
+    monkeypatch.setattr(target, "devices", SimpleNamespace(platform=lambda: "tpu"))
     compile_cache.clear()
     yield
     compile_cache.clear()
@@ -61,7 +61,7 @@ def program_of(model, ids, mesh, spec_of, *, autocast=False):
     tolerance = 3e-2 if autocast else 1e-5
     for got, right in zip(ours.parameters(), model.parameters()):
         torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=tolerance, atol=tolerance)
-    return compile_cache.newest().lowered_text()
+    return compile_cache.newest().lowered.stage.as_text()
 
 
 def barriers(text):
@@ -109,7 +109,7 @@ def test_what_reads_a_gradient_waits_for_all_that_are_left(num_devices):
         norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         if module is ours:
             spmd.sync()
-            text, found = compile_cache.newest().lowered_text(), norm
+            text, found = compile_cache.newest().lowered.stage.as_text(), norm
     torch.testing.assert_close(found.cpu(), norm)
     assert ["16x8xf32", "16xf32", "8x16xf32", "8xf32"] in map(sorted, barriers(text))
     for got, right in zip(ours.parameters(), model.parameters()):
@@ -179,7 +179,7 @@ def test_a_weights_gradient_waits_for_the_inputs(num_devices):
     data = spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",)).requires_grad_()
     ours(data).square().sum().backward()
     spmd.sync()
-    text = compile_cache.newest().lowered_text()
+    text = compile_cache.newest().lowered.stage.as_text()
     given = x.clone().requires_grad_()
     linear(given).square().sum().backward()
     torch.testing.assert_close(data.grad.cpu(), given.grad)
@@ -190,13 +190,13 @@ def test_a_weights_gradient_waits_for_the_inputs(num_devices):
 def test_the_chosen_likelihood_is_a_sum(num_devices):
     """In a loss for a TPU, without an array of all likelihoods. Ignored targets do not count."""
     torch.manual_seed(0)
-    x, target = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, 2, 1])
+    x, labels = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, 2, 1])
     x[0, 1] = -torch.inf
     weight = torch.rand(5)
     for options in ({}, {"weight": weight}, {"reduction": "none"}):
         on_xla = {k: v.to("xla") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        got = F.cross_entropy(x.to("xla"), target.to("xla"), **on_xla)
-        torch.testing.assert_close(got.cpu(), F.cross_entropy(x, target, **options))
+        got = F.cross_entropy(x.to("xla"), labels.to("xla"), **on_xla)
+        torch.testing.assert_close(got.cpu(), F.cross_entropy(x, labels, **options))
 
 
 def test_the_graph_of_a_second_run(mesh_1d):

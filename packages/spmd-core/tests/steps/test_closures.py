@@ -170,7 +170,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     w = torch.ones(2).to("xla")
 
     def fail(error):
-        def get(key, build):
+        def get(key, make_graph, name):
             raise error
 
         return get

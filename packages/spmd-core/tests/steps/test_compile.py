@@ -109,7 +109,7 @@ def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monke
     def double(x):
         return x * 2
 
-    def fail(key, build):
+    def fail(key, make_graph, name):
         raise spmd.errors.ProgramError("the compiler failed")
 
     compile_cache.clear()

@@ -82,7 +82,7 @@ def test_the_architecture_page_tells_the_truth(num_devices):
     assert key.donated == tuple(range(1, 13)) and key.device_ids == tuple(range(8))
     assert (program.record.argument_bytes, program.record.alias_bytes) == (53744, 51456)
     assert "f32[128,16]" in program.compiled.as_text()
-    for text in (spmd.debugging.passes(program=program), program.lowered_text()):
+    for text in (spmd.debugging.passes(program=program), program.lowered.stage.as_text()):
         _check_shown(text)
     model, x = scope["model"], torch.ones(32, 64, device="xla")
     loss = (model(x) - x).square().mean()
