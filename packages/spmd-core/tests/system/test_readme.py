@@ -95,9 +95,13 @@ def test_the_architecture_page_tells_the_truth(num_devices):
 
 def _check_shown(text):
     """Compares the blocks of the page that are from a text, in which `...` stands for the rest."""
+    if "stablehlo." in text:  # whose values releases of jax number otherwise
+        text, page = (re.sub(r"%\d+", "%", one) for one in (text, PAGE))
+    else:
+        page = PAGE
     lines = text.splitlines()
     found = 0
-    for block in re.findall(r"```\n(.*?)```", PAGE, re.S):
+    for block in re.findall(r"```\n(.*?)```", page, re.S):
         shown = block.splitlines()
         if shown[0] not in {line.strip().partition(" {")[0] for line in lines}:
             continue
