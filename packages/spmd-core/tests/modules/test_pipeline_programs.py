@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 
+import jax
 import pytest
 import torch
 from children import figures
@@ -38,7 +39,8 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches(num_devices):
     if num_devices != 8:
         pytest.skip("eight devices are enough")
     found = figures(MEASURE)
-    assert found["1f1b 4"] < 1.2 * found["1f1b 2"]  # jax 0.10.0: 1.151
+    most = 1.15 if jax.__version_info__ > (0, 10, 0) else 1.16  # 1.151 by the XLA of jax 0.10.0
+    assert found["1f1b 4"] < most * found["1f1b 2"]
     assert found["1f1b 4"] < 0.5 * found["gpipe 4"]
 
 

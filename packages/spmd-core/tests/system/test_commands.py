@@ -101,19 +101,24 @@ def commands():
                 yield str(path), module if is_module else None
 
 
-def test_no_command_imports_a_framework_before_its_options_are_read():
-    given = list(commands())
-    assert len(given) > 50
+def in_child(code, given):
+    """What a program prints as JSON, in a process that has imported nothing yet."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps(given)],
+        [sys.executable, "-c", code, json.dumps(given)],
         env={"PYTHONPATH": ":".join([str(ROOT), *(entry for entry in sys.path if entry)])},
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_no_command_imports_a_framework_before_its_options_are_read():
+    given = list(commands())
+    assert len(given) > 50
+    found = in_child(RUN_ALL, given)
     wrong = {
         command: result
         for command, result in found.items()
@@ -182,16 +187,7 @@ TAKEN = tuple(f"{recipe}.py --min-lr=-1" for recipe in ("train", "comparison"))
 def test_every_command_refuses_wrong_numbers_before_it_imports_a_framework():
     model = {"examples.llama_serving.serve", "examples.llama_tp.serve"}
     given = [(f, m, ["--model", "/"] if m in model else []) for f, m in commands()]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_NUMBERS, json.dumps(given)],
-        env={"PYTHONPATH": ":".join([str(ROOT), *(entry for entry in sys.path if entry)])},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = in_child(RUN_NUMBERS, given)
     numbers = [found.pop(file) for file, _, _ in given]
     assert not {command: how for command, how in found.items() if not command.endswith(TAKEN)}
     assert sum(numbers) > 150
