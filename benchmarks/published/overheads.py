@@ -37,7 +37,7 @@ def rows(settings: Settings) -> list[Row]:
         (RECORDING, "op_overhead --repeats 20", recorded, {}, rounds),
         (DISPATCH, f"fixed_step {pairs}", dispatched, {}, 1),
         (LOADER, f"loader{few}", loaded, {}, 1),
-        (FIRST_STEP, f"first_step --preset {preset} --rounds {rounds}", first_step, {}, 1),
+        (FIRST_STEP, f"first_step --preset {preset} --rounds {rounds - 1}", first_step, {}, 1),
     ]
     for depth in depths:
         name, point = f"{depth} layers", {"layers": depth}
