@@ -16,6 +16,7 @@ from spmd_core.config import CompilerOption, config
 from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.program import compile_progress
 from spmd_core.program.compilation import build
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
@@ -100,7 +101,9 @@ def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program
     if program is not None:
         return program
     _make_room()
-    program = _programs[key] = build(make_graph(), name)
+    graph = make_graph()
+    with compile_progress.shown(name, len(graph.nodes), len(graph.device_ids)):
+        program = _programs[key] = build(graph, name)
     _drop(len(_programs) - config.max_programs)
     history.append(compiled := Compiled(key, program.graph, program.record))
     for observe in observers:

@@ -1,0 +1,96 @@
+"""A line on the terminal for a program that takes long to compile, and how long it took last time.
+
+The line is written to stderr where that is a terminal, beginning some seconds after the compilation
+did, and it is erased at its end. Seconds of earlier compilations are in the folder of compiled
+programs, by name: the name counts operations and inputs, so a step keeps it from run to run.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from spmd_core import files
+from spmd_core.config import config
+
+QUIET_S = 5.0  # a shorter compilation is neither shown nor kept
+_EVERY_S = 1.0
+_FILE = "compile_seconds.json"
+_MAX_KEPT = 256
+_ERASE = "\r\033[K"
+
+
+@contextmanager
+def shown(name: str, num_ops: int, num_devices: int) -> Iterator[None]:
+    """Around a compilation: a line on the terminal, once it has taken `QUIET_S` seconds.
+
+    Args:
+        name: the program's.
+        num_ops: how many operations it has.
+        num_devices: how many devices it runs on.
+
+    Example of the line:
+        compiling spmd_5930ops_148in: 5,930 operations, 24 s so far, 41 s last time
+    """
+    key, start, has_ended = f"{name} on {num_devices}", time.perf_counter(), threading.Event()
+    line = None
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = f"compiling {name}: {num_ops:,} operations"
+        arguments = (text, key, start, has_ended)
+        line = threading.Thread(target=_write, args=arguments, name="spmd-compiling", daemon=True)
+        line.start()
+    try:
+        yield
+        seconds = time.perf_counter() - start
+        if seconds >= QUIET_S:
+            _keep(key, seconds)
+    finally:
+        has_ended.set()
+        if line is not None:
+            line.join()
+
+
+def _write(text: str, key: str, start: float, has_ended: threading.Event) -> None:
+    """In a thread of its own: renews the line until the compilation has ended."""
+    if has_ended.wait(QUIET_S):
+        return
+    before = _kept().get(key)
+    last = "" if before is None else f", {before:.0f} s last time"
+    with suppress(OSError, ValueError):  # the terminal is gone
+        while True:
+            sys.stderr.write(f"{_ERASE}{text}, {time.perf_counter() - start:.0f} s so far{last}")
+            sys.stderr.flush()
+            if has_ended.wait(_EVERY_S):
+                break
+        sys.stderr.write(_ERASE)
+        sys.stderr.flush()
+
+
+def _path() -> Path | None:
+    return None if config.cache_dir is None else Path(config.cache_dir) / _FILE
+
+
+def _kept() -> dict[str, float]:
+    """Seconds by program; none from a file that is missing or damaged, which `_keep` replaces."""
+    path = _path()
+    try:
+        found = json.loads(path.read_text("utf-8")) if path is not None else {}
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: s for name, s in found.items() if isinstance(s, (int, float))}
+
+
+def _keep(key: str, seconds: float) -> None:
+    path = _path()
+    if path is None or not path.parent.is_dir():
+        return
+    kept = _kept()
+    kept.pop(key, None)
+    newest = [*kept.items(), (key, round(seconds, 1))][-_MAX_KEPT:]
+    with suppress(OSError):  # of a folder that others own; only the line lacks a figure then
+        files.write_text(path, json.dumps(dict(newest), indent=0))
