@@ -54,7 +54,7 @@ Spec = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProgramLayout:
     """How one program is laid out.
 
     Attributes:
@@ -83,7 +83,7 @@ class Layout:
             f"result {self.out or 'unmarked'}, read by {self.reader}"
         )
 
-    def simpler(self) -> Iterator["Layout"]:
+    def simpler(self) -> Iterator["ProgramLayout"]:
         """The same with one thing less."""
         if self.reader != "nothing":
             yield replace(self, reader="nothing")
@@ -131,7 +131,7 @@ class Entry:
                 and all(t.numel() <= LARGEST for t in s.tensors())
             ]
 
-    def draw(self, mesh: int, seed: int) -> Layout:
+    def draw(self, mesh: int, seed: int) -> ProgramLayout:
         """The layout with this number."""
         rng = random.Random(f"{self.name} {mesh} {seed}")
         number = rng.randrange(len(self.samples))
@@ -143,7 +143,7 @@ class Entry:
             _draw_spec(rng, t.dim(), names) if rng.random() < 0.7 or len(tensors) == 1 else None
             for t in tensors
         ]
-        return Layout(
+        return ProgramLayout(
             rng.choice(variants),
             number,
             tuple(specs),
@@ -152,7 +152,7 @@ class Entry:
             _draw_spec(rng, 3, names) if rng.random() < 0.3 else None,
         )
 
-    def run(self, layout: Layout, mesh: spmd.Mesh | None) -> list[Any]:
+    def run(self, layout: ProgramLayout, mesh: spmd.Mesh | None) -> list[Any]:
         """The program's results, recorded on the device; on the CPU without a mesh.
 
         Raises whatever the program raises, and Skip where it makes no sense.
@@ -196,7 +196,7 @@ class Entry:
             torch.autograd.grad(read, wanted, [weights(t) for t in read], allow_unused=True)
         )
 
-    def is_as_good(self, layout: Layout, got: list[Any], expected: list[Any]) -> bool:
+    def is_as_good(self, layout: ProgramLayout, got: list[Any], expected: list[Any]) -> bool:
         """Whether results that differ from eager torch's are right, too.
 
         They are where a function of them is the same, as for a matrix's factors, and where their
@@ -287,7 +287,7 @@ def _placed(
     return leaf(value).roll(1, -1).roll(-1, -1)
 
 
-def _read(results: list[torch.Tensor], layout: Layout, mesh: spmd.Mesh | None) -> list[Any]:
+def _read(results: list[torch.Tensor], layout: ProgramLayout, mesh: spmd.Mesh | None) -> list[Any]:
     """The results, marked and read as the layout says."""
     read = []
     for t in results:

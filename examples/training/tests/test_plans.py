@@ -21,7 +21,7 @@ from examples.resnet_spatial.config import TrainConfig as ResnetConfig
 from examples.resnet_spatial.train import run as resnet
 from spmd_core.planner import plan as planner
 from spmd_core.planner import topology
-from spmd_core.planner.planned import Plan
+from spmd_core.planner.planned import TopologyPlan
 
 pytestmark = pytest.mark.slow  # each records a few steps of a model
 
@@ -49,7 +49,7 @@ def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_compiled", refuse)
 
 
-def planned(run: Any, config: Any, num_devices: int) -> Plan:
+def planned(run: Any, config: Any, num_devices: int) -> TopologyPlan:
     made = spmd.plan(lambda: run(config), topology=f"cpu-{num_devices}")
     assert not made.ended_by
     return made

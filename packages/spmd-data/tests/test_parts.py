@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spmd_core.errors import DataError
-from spmd_data.parts import Part, parts_of_processes
+from spmd_data.parts import BatchPart, parts_of_processes
 
 powers = st.sampled_from([1, 2, 4, 8])
 sizes = st.lists(st.integers(1, 8), min_size=1, max_size=4)
@@ -84,15 +84,15 @@ def test_the_batch_over_all_devices(num_processes: int) -> None:
 def test_blocks_of_a_process_need_not_be_consecutive() -> None:
     grid = np.array([0, 2, 1, 3])  # the processes take turns
     assert parts_of_processes(grid, [0], [0, 0, 1, 1]) == {
-        0: Part(0, 2, (0, 2)),
-        1: Part(1, 2, (1, 3)),
+        0: BatchPart(0, 2, (0, 2)),
+        1: BatchPart(1, 2, (1, 3)),
     }
 
 
 def test_processes_along_another_axis_have_the_same_part() -> None:
     grid = np.arange(8).reshape(2, 4)
     parts = parts_of_processes(grid, [1], [0] * 4 + [1] * 4)
-    assert parts[0] == parts[1] == Part(0, 1, (0, 1, 2, 3))
+    assert parts[0] == parts[1] == BatchPart(0, 1, (0, 1, 2, 3))
 
 
 def test_a_process_without_devices_in_the_mesh_has_no_part() -> None:
@@ -104,7 +104,7 @@ def test_blocks_that_overlap_in_part() -> None:
     with pytest.raises(DataError, match=r"same blocks of the batch, or none in common; got"):
         parts_of_processes(grid, [0], [0, 0, 0, 1, 1, 1])
     # The advice: split over the other axis too, or other devices.
-    assert parts_of_processes(grid, [0, 1], [0, 0, 0, 1, 1, 1])[1] == Part(1, 2, (3, 4, 5))
+    assert parts_of_processes(grid, [0, 1], [0, 0, 0, 1, 1, 1])[1] == BatchPart(1, 2, (3, 4, 5))
 
 
 def test_unequal_numbers_of_blocks() -> None:

@@ -11,7 +11,7 @@ import spmd_core as spmd
 from spmd_core.errors import DataError, SpmdError
 from spmd_core.steps.structures import map_tensors
 from spmd_data.matching import MissingShardingError, fitted_spec
-from spmd_data.placement import Placement, UnevenBatch
+from spmd_data.placement import BatchPlacement, UnevenBatch
 
 XLA = torch.device("xla:0")
 
@@ -33,8 +33,8 @@ class Encoding(collections.UserDict):
     source = "unset"
 
 
-def placement(input_sharding: Any, uneven_batch: UnevenBatch = UnevenBatch.KEEP) -> Placement:
-    return Placement(XLA, input_sharding, uneven_batch)
+def placement(input_sharding: Any, uneven_batch: UnevenBatch = UnevenBatch.KEEP) -> BatchPlacement:
+    return BatchPlacement(XLA, input_sharding, uneven_batch)
 
 
 def test_every_structure_is_rebuilt_as_its_own_type() -> None:
@@ -85,8 +85,8 @@ def test_a_sharding_needs_the_xla_device() -> None:
         match=r"only tensors on the xla device can be sharded; got .* device 'cpu'\. "
         r"Pass device='xla'",
     ):
-        Placement(torch.device("cpu"), spec, UnevenBatch.KEEP)
-    Placement(torch.device("cpu"), None, UnevenBatch.KEEP)  # the other half of the advice
+        BatchPlacement(torch.device("cpu"), spec, UnevenBatch.KEEP)
+    BatchPlacement(torch.device("cpu"), None, UnevenBatch.KEEP)  # the other half of the advice
 
 
 def test_a_dict_sharding_needs_dict_batches() -> None:
@@ -137,7 +137,7 @@ def test_the_error_names_the_policies_and_each_can_be_taken() -> None:
 
 def eager(batch: Any, full_rows: int | None) -> Any:
     """Pads without devices."""
-    prepared = Placement(torch.device("cpu"), None, UnevenBatch.PAD, full_rows).prepare(batch)
+    prepared = BatchPlacement(torch.device("cpu"), None, UnevenBatch.PAD, full_rows).prepare(batch)
     assert prepared is not None
     return prepared.batch
 

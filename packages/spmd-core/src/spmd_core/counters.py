@@ -36,7 +36,7 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 # Guarded by: the graph lock. Cleared by: metrics.reset().
 _programs: list["ProgramRecord"] = []
 _MAX_PROGRAM_RECORDS = 512
-# Splits a thread's time into parts (`metrics.time_first_step`).
+# Splits a thread's time by activity (`metrics.time_first_step`).
 # Guarded by: the GIL; a race may start two, of which one then counts nothing.
 # Cleared by: the end of the block.
 _clock: "Clock | None" = None
@@ -134,7 +134,7 @@ def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
     return tuple(_programs[-new:]) if new > 0 else ()
 
 
-class Part(StrEnum):
+class Activity(StrEnum):
     """What a thread spends its time on."""
 
     RECORDING = "recording"  # and everything else that Python does
@@ -145,24 +145,24 @@ class Part(StrEnum):
 
 
 class Clock:
-    """Seconds of the thread that made it, by part; those of an inner part are not the outer's."""
+    """Seconds of the thread that made it, by activity; those of a nested one count for it alone."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.seconds = dict.fromkeys(Part, 0.0)
-        self._part, self._since = Part.RECORDING, time.perf_counter()
+        self.seconds = dict.fromkeys(Activity, 0.0)
+        self._activity, self._since = Activity.RECORDING, time.perf_counter()
 
-    def turn_to(self, part: Part) -> Part:
-        """Ends the present part and returns it; `part` begins."""
+    def turn_to(self, activity: Activity) -> Activity:
+        """Ends the present activity, begins another one, and returns the one that ended."""
         now = time.perf_counter()
-        self.seconds[self._part] += now - self._since
-        ended, self._part, self._since = self._part, part, now
+        self.seconds[self._activity] += now - self._since
+        ended, self._activity, self._since = self._activity, activity, now
         return ended
 
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    """Inside, each moment of this thread is counted for a part.
+    """Inside, each moment of this thread is counted for an activity.
 
     Raises:
         RuntimeError: a clock runs already.
@@ -177,18 +177,18 @@ def clock() -> Iterator[Clock]:
     try:
         yield made
     finally:
-        made.turn_to(Part.RECORDING)
+        made.turn_to(Activity.RECORDING)
         _clock = None
 
 
 @contextmanager
-def timed(part: Part) -> Iterator[None]:
-    """Counts the block for this part while a `clock` runs in this thread; else does nothing."""
+def timed(activity: Activity) -> Iterator[None]:
+    """Counts the block for this activity while a `clock` runs in this thread; else does nothing."""
     running = _clock
     if running is None or running.thread != threading.get_ident():
         yield
         return
-    outer = running.turn_to(part)
+    outer = running.turn_to(activity)
     try:
         yield
     finally:

@@ -157,7 +157,7 @@ _OTHERS: dict[str, tuple[str, str | None, str]] = {
         *("marks.module_rules", "ShardingReport"),
         "what spmd_core.shard_module returns",
     ),
-    "Plan": ("planner.planned", "Plan", "what spmd_core.plan returns"),
+    "Plan": ("planner.planned", "TopologyPlan", "what spmd_core.plan returns"),
     "manual_seed": ("torch_backend.random_state", "manual_seed", "torch.manual_seed"),
     "get_rng_state": ("torch_backend.random_state", "get_rng_state", "torch.get_rng_state"),
     "set_rng_state": ("torch_backend.random_state", "set_rng_state", "torch.set_rng_state"),

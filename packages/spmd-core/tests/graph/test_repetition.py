@@ -9,7 +9,7 @@ from tiers import examples
 
 from spmd_core.graph import repetition
 from spmd_core.graph.repetition import Repetition
-from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.graph.values import Entry, OpResult, Spec, Value
 
 SPEC = Spec.contiguous((4,), torch.float32)
 BIG = Spec.contiguous((400,), torch.float32)
@@ -109,5 +109,5 @@ def test_short_periods_are_cut_together():
 def test_the_results_of_one_operation_are_told_apart():
     both = Entry("both", lambda *_: [], (SPEC, SPEC), structure=(0, 1))
     node = Value(both, (), ())
-    assert repetition.result_of(Part(node, 1)) == (node, 1)
+    assert repetition.result_of(OpResult(node, 1)) == (node, 1)
     assert repetition.result_of(node) == (node, 0)

@@ -7,7 +7,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import counters
-from spmd_core.counters import Part
+from spmd_core.counters import Activity
 from spmd_core.metrics import time_first_step
 
 
@@ -51,23 +51,27 @@ def test_one_block_at_a_time() -> None:
 def test_inner_parts_are_not_the_outers(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     monkeypatch.setattr(counters.time, "perf_counter", lambda: next(moments))
-    with counters.clock() as clock, counters.timed(Part.PLANNING), counters.timed(Part.TRACING):
+    with (
+        counters.clock() as clock,
+        counters.timed(Activity.PLANNING),
+        counters.timed(Activity.TRACING),
+    ):
         pass
-    assert clock.seconds[Part.RECORDING] == 1 + 5
-    assert clock.seconds[Part.PLANNING] == 2 + 4
-    assert clock.seconds[Part.TRACING] == 3
+    assert clock.seconds[Activity.RECORDING] == 1 + 5
+    assert clock.seconds[Activity.PLANNING] == 2 + 4
+    assert clock.seconds[Activity.TRACING] == 3
 
 
 def test_other_threads_are_not_timed() -> None:
     def body() -> None:
-        with counters.timed(Part.WAITING):
+        with counters.timed(Activity.WAITING):
             pass
 
     with counters.clock() as clock:
         thread = threading.Thread(target=body)
         thread.start()
         thread.join()
-    assert clock.seconds[Part.WAITING] == 0
+    assert clock.seconds[Activity.WAITING] == 0
 
 
 def test_an_error_ends_the_block() -> None:

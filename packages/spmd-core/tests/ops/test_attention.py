@@ -287,24 +287,31 @@ def test_dropout_keeps_the_right_share(block):
 
 
 def test_a_causal_mask_leaves_out_empty_blocks():
-    plan = flash.Plan(4 * flash.MAX_BLOCK, 4 * flash.MAX_BLOCK, 1.0, True, 0.0)
-    assert len(plan.pairs()) == 10
-    assert len(flash.Plan(4 * flash.MAX_BLOCK, 4 * flash.MAX_BLOCK, 1.0, False, 0.0).pairs()) == 16
+    options = flash.AttentionOptions(4 * flash.MAX_BLOCK, 4 * flash.MAX_BLOCK, 1.0, True, 0.0)
+    assert len(options.pairs()) == 10
+    assert (
+        len(
+            flash.AttentionOptions(
+                4 * flash.MAX_BLOCK, 4 * flash.MAX_BLOCK, 1.0, False, 0.0
+            ).pairs()
+        )
+        == 16
+    )
 
 
 def test_few_queries_or_keys_make_longer_blocks():
     n = flash.MAX_BLOCK
-    assert flash.Plan(1, 64 * n, 1.0, False, 0.0).key_blocks == (64 * n, 1)
-    assert flash.Plan(8 * n, n // 4, 1.0, False, 0.0).query_blocks == (4 * n, 2)
+    assert flash.AttentionOptions(1, 64 * n, 1.0, False, 0.0).key_blocks == (64 * n, 1)
+    assert flash.AttentionOptions(8 * n, n // 4, 1.0, False, 0.0).query_blocks == (4 * n, 2)
 
 
 def test_the_program_does_not_grow_with_the_sequence():
     def lines(n: int) -> int:
         x = jax.ShapeDtypeStruct((1, 2, 1, n, 8), np.float32)
         k = jax.ShapeDtypeStruct((1, 2, n, 8), np.float32)
-        plan = flash.Plan(n, n, 1.0, True, 0.0)
+        options = flash.AttentionOptions(n, n, 1.0, True, 0.0)
         return len(
-            jax.jit(lambda q, k, v: flash.forward(plan, q, k, v, None, None))
+            jax.jit(lambda q, k, v: flash.forward(options, q, k, v, None, None))
             .lower(x, k, k)
             .as_text()
             .splitlines()
@@ -413,7 +420,9 @@ def test_gpus_use_blocks_where_cudnn_declines(hopper, dtype, options):
 def test_what_cudnn_takes(capability, dim, takes):
     x = jnp.zeros((1, 1, 1, 16, dim), jnp.bfloat16)
     assert (
-        platform_attention._cudnn_takes(flash.Plan(16, 16, 1.0, True, 0.0), x, x, capability)
+        platform_attention._cudnn_takes(
+            flash.AttentionOptions(16, 16, 1.0, True, 0.0), x, x, capability
+        )
         is takes
     )
 
@@ -461,14 +470,14 @@ def test_a_kernel_in_a_manual_region_computes_what_the_whole_does(num_devices):
         pytest.skip("one device has nothing to split")
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "tensor"))
     layout = registry.AttentionLayout(mesh, ("data",), ("tensor",))
-    plan = flash.Plan(16, 16, 1.0, True, 0.0)
+    options = flash.AttentionOptions(16, 16, 1.0, True, 0.0)
     arrays = [
         np.random.default_rng(0).normal(size=s).astype(np.float32)
         for s in ((5, 4, 2, 16, 8), (5, 4, 16, 8), (5, 4, 16, 8))
     ]
 
     def kernel(*given):
-        return flash.forward(plan, *given, None, None)
+        return flash.forward(options, *given, None, None)
 
     found = jax.jit(lambda *given: platform_attention._per_block(layout, kernel, *given))(*arrays)
     for mine, right in zip(found, kernel(*map(jnp.asarray, arrays))):
@@ -482,12 +491,12 @@ def test_splash_attention_computes_what_the_blocks_do(is_causal):
         right = scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, enable_gqa=True
         )
-    plan = flash.Plan(256, 256, 0.125, is_causal, 0.0)
+    options = flash.AttentionOptions(256, 256, 0.125, is_causal, 0.0)
     q, k, v = (jnp.asarray(dtypes.numpy_view(x)) for x in (query, key, value))
     out, lse = platform_attention._splash(
-        plan, q.reshape(1, 2, 2, 256, 64), k, v, differentiable=False, interpret=True
+        options, q.reshape(1, 2, 2, 256, 64), k, v, differentiable=False, interpret=True
     )
-    _, lse_of_blocks = flash.forward(plan, q.reshape(1, 2, 2, 256, 64), k, v, None, None)
+    _, lse_of_blocks = flash.forward(options, q.reshape(1, 2, 2, 256, 64), k, v, None, None)
     torch.testing.assert_close(
         dtypes.tensor_view(np.asarray(out)).reshape(right.shape), right, rtol=6e-2, atol=6e-2
     )
@@ -503,10 +512,10 @@ def test_splash_attention_keeps_documents_apart(is_causal):
         mask = mask.tril()
     with sdpa_kernel(SDPBackend.MATH):
         right = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-    plan = flash.Plan(256, 256, 0.125, is_causal, 0.0)
+    options = flash.AttentionOptions(256, 256, 0.125, is_causal, 0.0)
     q, k, v = (jnp.asarray(dtypes.numpy_view(x)) for x in (query, key, value))
     out, _ = platform_attention._splash(
-        plan,
+        options,
         q.reshape(2, 2, 2, 256, 64),
         *(k, v, jnp.asarray(ids.numpy(), np.int32)),
         differentiable=False,
@@ -522,7 +531,7 @@ def test_a_manual_region_splits_the_ids_by_the_batch(num_devices):
         pytest.skip("one device has nothing to split")
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "tensor"))
     layout = registry.AttentionLayout(mesh, ("data",), ("tensor",))
-    plan = flash.Plan(16, 16, 1.0, True, 0.0)
+    options = flash.AttentionOptions(16, 16, 1.0, True, 0.0)
     generator = np.random.default_rng(0)
     arrays = [
         generator.normal(size=s).astype(np.float32)
@@ -533,7 +542,7 @@ def test_a_manual_region_splits_the_ids_by_the_batch(num_devices):
     def kernel(query, key, value, ids):
         rows = ids[:, None, None, :, None]
         mask = flash.Documents(rows, rows.swapaxes(-1, -2))
-        return flash.forward(plan, query, key, value, mask, None)
+        return flash.forward(options, query, key, value, mask, None)
 
     found = jax.jit(lambda *given: platform_attention._per_block(layout, kernel, *given))(
         *arrays, ids
@@ -560,19 +569,19 @@ def test_an_opaque_kernel_is_split_over_batch_and_heads(num_devices, monkeypatch
         pytest.skip("one device has nothing to split")
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("data", "tensor"))
     monkeypatch.setattr(flash, "MAX_BLOCK", 8)  # several blocks, hence a table of block pairs
-    plan = flash.Plan(16, 16, 1.0, True, 0.0)
+    options = flash.AttentionOptions(16, 16, 1.0, True, 0.0)
     shapes: list[tuple[int, ...]] = []
 
     def kernel(query, key, value):
         shapes.append(query.shape)
-        return flash.forward(plan, query, key, value, None, None)
+        return flash.forward(options, query, key, value, None, None)
 
     heads = mesh.shape["tensor"]
     arrays = [
         np.random.default_rng(0).normal(size=s).astype(np.float32)
         for s in ((4, heads, 2, 16, 8), (4, heads, 16, 8), (4, heads, 16, 8))
     ]
-    right = flash.forward(plan, *map(jnp.asarray, arrays), None, None)
+    right = flash.forward(options, *map(jnp.asarray, arrays), None, None)
     for spec in (
         PartitionSpec("data", "tensor"),
         PartitionSpec("data", None, "tensor" if heads == 2 else None),

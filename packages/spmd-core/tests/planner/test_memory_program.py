@@ -16,7 +16,7 @@ from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.planner import buffer_text, compiler, memory_program, planned, topology
-from spmd_core.planner.parts import Part
+from spmd_core.planner.memory_uses import MemoryUse
 from spmd_core.program.planned_program import PlannedProgram
 
 LIBTPU = pytest.mark.skipif(
@@ -76,10 +76,10 @@ def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devi
     assert made.step.peak_bytes - made.step.parts.get("other programs' arrays", 0) == 4096
     assert made.step.state_bytes == 4096
     assert made.step.costs.least_bytes == 2 * 4096
-    assert Part.CODE not in made.step.parts
+    assert MemoryUse.CODE not in made.step.parts
     assert "without machine code; --code makes it" in str(made)
     whole = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu, machine_code=True)
-    assert whole.step.parts[Part.CODE] == 512
+    assert whole.step.parts[MemoryUse.CODE] == 512
     assert whole.step.peak_bytes == made.step.peak_bytes + 512
     assert "without machine code" not in str(whole)
 
@@ -249,7 +249,7 @@ def test_the_size_of_the_code_is_counted_if_asked(without_xla_flags):
 
     made = spmd.plan(infer, topology="v4-8")
     whole = spmd.plan(infer, topology="v4-8", machine_code=True)
-    code = whole.largest.parts[Part.CODE]
+    code = whole.largest.parts[MemoryUse.CODE]
     assert 1_000 < code < 10_000_000
     assert whole.largest.peak_bytes == made.largest.peak_bytes + code
 

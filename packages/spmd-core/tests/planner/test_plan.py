@@ -10,7 +10,7 @@ from planner import training
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.planner.parts import Part, roles
+from spmd_core.planner.memory_uses import MemoryUse, roles
 from spmd_core.program import compile_cache, planned_program
 from spmd_core.runtime import devices
 from spmd_core.runtime.processes import get_1d_mesh
@@ -41,13 +41,13 @@ def test_the_step_program_takes_what_a_run_takes(planned, num_devices):
 @pytest.mark.one_device
 def test_memory_by_part(planned, num_devices):
     parts = planned.step.parts
-    assert parts[Part.PARAMETERS] == training.NUM_PARAMS * 4 // num_devices
+    assert parts[MemoryUse.PARAMETERS] == training.NUM_PARAMS * 4 // num_devices
     # Two moments of each parameter, and a step count of each tensor on the host or the device.
     moments = 2 * training.NUM_PARAMS * 4 // num_devices
-    assert moments <= parts[Part.OPTIMIZER] <= moments + 64
+    assert moments <= parts[MemoryUse.OPTIMIZER] <= moments + 64
     batch = training.BATCH * training.WIDTH * 4 // num_devices
-    assert batch <= parts[Part.INPUTS] <= batch + 512
-    assert parts[Part.ACTIVATIONS] > 0
+    assert batch <= parts[MemoryUse.INPUTS] <= batch + 512
+    assert parts[MemoryUse.ACTIVATIONS] > 0
     assert planned.step.peak_bytes == sum(parts.values())
 
 
@@ -56,16 +56,16 @@ def test_buffers_name_the_users_lines(planned):
     named = [b for b in planned.step.buffers if b.origin is not None and b.op]
     assert {b.origin.file for b in named} >= {training.__file__}
     assert any("Sequential" in b.origin.module for b in named)
-    state = {Part.PARAMETERS: [], Part.OPTIMIZER: []}
+    state = {MemoryUse.PARAMETERS: [], MemoryUse.OPTIMIZER: []}
     for buffer in planned.step.buffers:
         if buffer.part in state and buffer.num_bytes > 4:  # the optimizer counts its steps
             state[buffer.part].append((buffer.num_bytes, buffer.origin.module))
-    assert {module for _, module in state[Part.PARAMETERS]} == {"Sequential.0", "Sequential.2"}
-    assert sorted(state[Part.OPTIMIZER]) == sorted(state[Part.PARAMETERS] * 2)
+    assert {module for _, module in state[MemoryUse.PARAMETERS]} == {"Sequential.0", "Sequential.2"}
+    assert sorted(state[MemoryUse.OPTIMIZER]) == sorted(state[MemoryUse.PARAMETERS] * 2)
     sizes = [b.num_bytes for b in planned.step.buffers]
     assert sizes == sorted(sizes, reverse=True)
     in_memory = sum(sizes)
-    assert in_memory + planned.step.parts.get(Part.ELSEWHERE, 0) == planned.step.peak_bytes
+    assert in_memory + planned.step.parts.get(MemoryUse.ELSEWHERE, 0) == planned.step.peak_bytes
 
 
 @pytest.mark.one_device
@@ -116,7 +116,7 @@ def test_a_plan_of_fewer_devices(num_devices):
     if num_devices == 1:
         pytest.skip("needs several devices")
     made = spmd.plan(lambda: training.train(2), topology="cpu-2")
-    assert made.step.parts[Part.PARAMETERS] == training.NUM_PARAMS * 4 // 2
+    assert made.step.parts[MemoryUse.PARAMETERS] == training.NUM_PARAMS * 4 // 2
     assert devices.global_runtime_device_count() == num_devices
 
 

@@ -142,24 +142,24 @@ def mesh_of(size: int, *names: str) -> spmd.Mesh:
 # The ways. Each takes the model on the device and a number of devices, and returns the mesh, the
 # batch's spec and the step.
 
-Plan = tuple[spmd.Mesh, Any, Step]
+Parallelism = tuple[spmd.Mesh, Any, Step]
 
 
-def data(model: nn.Module, size: int) -> Plan:
+def data(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "data")
     for p in model.parameters():
         spmd.mark_sharding(p, mesh, ())
     return mesh, ("data",), backward
 
 
-def fsdp_by_marks(model: nn.Module, size: int) -> Plan:
+def fsdp_by_marks(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "fsdp")
     for p in model.parameters():
         spmd.mark_sharding(p, mesh, ("fsdp",))
     return mesh, ("fsdp",), backward
 
 
-def fsdp_in_units(model: nn.Module, size: int) -> Plan:
+def fsdp_in_units(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "fsdp")
     for block in model.blocks:
         spmd.fully_shard(block, mesh)
@@ -191,19 +191,19 @@ def mark_tensor(model: nn.Module, mesh: spmd.Mesh, other: str | None) -> None:
             spmd.mark_sharding(p, mesh, (other,))
 
 
-def tensor(model: nn.Module, size: int) -> Plan:
+def tensor(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "tensor")
     mark_tensor(model, mesh, None)
     return mesh, (), backward
 
 
-def fsdp_and_tensor(model: nn.Module, size: int) -> Plan:
+def fsdp_and_tensor(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "fsdp", "tensor")
     mark_tensor(model, mesh, "fsdp")
     return mesh, ("fsdp",), backward
 
 
-def hybrid(model: nn.Module, size: int) -> Plan:
+def hybrid(model: nn.Module, size: int) -> Parallelism:
     if size != spmd.global_runtime_device_count():
         pytest.skip("a hybrid mesh is over all devices")
     slices = 2 if size % 2 == 0 else 1
@@ -214,7 +214,7 @@ def hybrid(model: nn.Module, size: int) -> Plan:
     return mesh, (("replica", "fsdp"),), backward
 
 
-def sequence(model: nn.Module, size: int) -> Plan:
+def sequence(model: nn.Module, size: int) -> Parallelism:
     mesh = mesh_of(size, "data", "sequence") if size > 2 else mesh_of(size, "sequence")
     batch = "data" if size > 2 else None
     for p in model.parameters():
@@ -226,7 +226,7 @@ def sequence(model: nn.Module, size: int) -> Plan:
     return mesh, (batch, "sequence"), backward
 
 
-def manual_feed_forward(model: nn.Module, size: int) -> Plan:
+def manual_feed_forward(model: nn.Module, size: int) -> Parallelism:
     """A manual feed-forward, in columns and rows, with an explicit sum over devices.
 
     The partitioner splits the rest of the model by batch.
@@ -249,7 +249,7 @@ def manual_feed_forward(model: nn.Module, size: int) -> Plan:
     return mesh, ("data",), backward
 
 
-def manual_data_parallel(model: nn.Module, size: int) -> Plan:
+def manual_data_parallel(model: nn.Module, size: int) -> Parallelism:
     """Each device runs forward and backward on its part of the batch.
 
     One collective each averages the loss and every gradient.

@@ -23,7 +23,7 @@ from spmd_core.tensor.logical_device import as_device
 from spmd_data import counters
 from spmd_data.matching import InputSharding, may_give_parts
 from spmd_data.pipeline import Pipeline
-from spmd_data.placement import Placement, UnevenBatch, is_spmd_device
+from spmd_data.placement import BatchPlacement, UnevenBatch, is_spmd_device
 from spmd_data.sources import Source, require_batches, source_of
 
 interrupts.keep_whole(__file__)
@@ -110,7 +110,7 @@ class MpDeviceLoader:
         require_batches(loader)
         self._loader = loader
         rows = getattr(loader, "batch_size", None)
-        self._placement = Placement(
+        self._placement = BatchPlacement(
             as_device("device", device),
             input_sharding,
             _checked_policy(uneven_batch),

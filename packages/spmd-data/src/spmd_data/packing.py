@@ -49,7 +49,7 @@ class Packing(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """The positions of the pieces of documents: int64 arrays with one entry for each piece.
 
     Pieces are in the order of the sequences, and within one in the order of their tokens.
@@ -75,7 +75,7 @@ class Layout:
 
 def layout(
     lengths: Sequence[int] | np.ndarray, seq: int, packing: Packing | str = Packing.FIRST_FIT
-) -> Layout:
+) -> PackedLayout:
     """Assigns the pieces of documents to sequences, from their lengths alone.
 
     Args:
@@ -234,7 +234,7 @@ class TokenStream:
 # ---- The two ways of packing ---------------------------------------------------------------------
 
 
-def _stream(sizes: np.ndarray, seq: int) -> Layout:
+def _stream(sizes: np.ndarray, seq: int) -> PackedLayout:
     """Pieces end where a document or a sequence ends."""
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
@@ -245,7 +245,7 @@ def _stream(sizes: np.ndarray, seq: int) -> Layout:
     documents = np.searchsorted(ends, starts, side="right")
     num_sequences = -(-total // seq)
     first = np.searchsorted(starts, np.arange(num_sequences) * seq)
-    return Layout(
+    return PackedLayout(
         documents.astype(np.int64),
         starts - (ends - sizes)[documents],
         cuts - starts,
@@ -253,7 +253,7 @@ def _stream(sizes: np.ndarray, seq: int) -> Layout:
     )
 
 
-def _first_fit(sizes: np.ndarray, seq: int) -> Layout:
+def _first_fit(sizes: np.ndarray, seq: int) -> PackedLayout:
     # The open sequences by the number of tokens that still fit, and the first one for each number.
     # A document goes to the first sequence in which it fits.
     open_of_room: list[list[int]] = [[] for _ in range(seq + 1)]
@@ -285,4 +285,4 @@ def _first_fit(sizes: np.ndarray, seq: int) -> Layout:
     found = np.array(pieces, np.int64).reshape(-1, 3)[order]
     counts = np.bincount(np.array(sequences, np.int64), minlength=num_sequences)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Layout(found[:, 0], found[:, 1], found[:, 2], first)
+    return PackedLayout(found[:, 0], found[:, 1], found[:, 2], first)

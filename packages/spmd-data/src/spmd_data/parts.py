@@ -14,7 +14,7 @@ from spmd_core.errors import DataError
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """The part of each global batch that a process loads.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part:
 
 def parts_of_processes(
     grid: np.ndarray, axes: Sequence[int], process_of: Mapping[int, int] | Sequence[int]
-) -> dict[int, Part]:
+) -> dict[int, BatchPart]:
     """The part of each process that has devices in a mesh.
 
     Processes that hold the same blocks have the same part. All others are disjoint, and together
@@ -48,7 +48,7 @@ def parts_of_processes(
     Example:
         >>> grid = np.arange(8).reshape(4, 2)  # 2 processes of 4 devices each; axis 0 splits
         >>> parts_of_processes(grid, [0], [0, 0, 0, 0, 1, 1, 1, 1])[1]
-        Part(number=1, num_parts=2, blocks=(2, 3))
+        BatchPart(number=1, num_parts=2, blocks=(2, 3))
     """
     if len(set(axes)) < len(axes):
         raise DataError(
@@ -69,7 +69,7 @@ def parts_of_processes(
     ordered = sorted(set(blocks.values()))
     number_of = {found: number for number, found in enumerate(ordered)}
     return {
-        process: Part(number_of[found], len(ordered), found)
+        process: BatchPart(number_of[found], len(ordered), found)
         for process, found in sorted(blocks.items())
     }
 

@@ -67,7 +67,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class BatchPlacement:
     """Moves batches to one device and shards them there.
 
     Args:

@@ -17,7 +17,7 @@ import spmd_core as spmd
 from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
-from spmd_data.parts import Part, parts_of_processes
+from spmd_data.parts import BatchPart, parts_of_processes
 from spmd_data.saved_states import check_same
 
 _FORMAT = 1
@@ -300,7 +300,7 @@ def require_samples(dataset: object) -> None:
         )
 
 
-def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) -> Part:
+def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) -> BatchPart:
     """The part of this process when `axis` of `mesh` splits the batch. Starts the devices.
 
     Raises:

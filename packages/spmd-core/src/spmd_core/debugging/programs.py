@@ -246,7 +246,7 @@ def _lowered(
     return lower(graph, Target.of(graph), planned.name)
 
 
-def _planned(tensors: Sequence[torch.Tensor], what: str) -> planning.Plan:
+def _planned(tensors: Sequence[torch.Tensor], what: str) -> planning.CutPlan:
     """The program that a `sync()` of these tensors would run."""
     if tensors:
         return planning.plan([_pending(t, what) for t in tensors])

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from spmd_core.graph.values import Part, Value
+from spmd_core.graph.values import OpResult, Value
 
 # The least number of operations between two cuts, as starting a program has a cost.
 MIN_PIECE = 32
@@ -88,7 +88,9 @@ def has_steps(nodes: Sequence[Value], found: Repetition, states: Iterable[Value]
 
 def result_of(value: Value) -> tuple[Value, int]:
     """The operation of which a pending value is a result, and its position among the results."""
-    return (value.parent, value.index) if isinstance(value, Part) and value.parent else (value, 0)
+    return (
+        (value.parent, value.index) if isinstance(value, OpResult) and value.parent else (value, 0)
+    )
 
 
 def _depends(node: Value, earlier: Value, position_of: dict[Value, int]) -> bool:

@@ -220,7 +220,7 @@ class Entry:
 class Value:
     """The result of one recorded operation, pending or computed.
 
-    An operation with several results is one Value, and each of its results is a `Part`.
+    An operation with several results is one Value, and each of its results is a `OpResult`.
 
     Attributes:
         spec: the spec of the (first) result.
@@ -299,7 +299,7 @@ class Value:
         return f"{self.spec!r} {'leaf' if self.data is not None else self.entry.name}"
 
 
-class Part(Value):
+class OpResult(Value):
     """One result of an operation with several results.
 
     Attributes:
@@ -322,7 +322,7 @@ class Part(Value):
     def __repr__(self) -> str:
         if self.parent is None:
             return f"{self.spec!r} leaf"
-        return f"{self.spec!r} part {self.index} of {self.parent.entry.name}"
+        return f"{self.spec!r} result {self.index} of {self.parent.entry.name}"
 
 
 def take_serial() -> int:

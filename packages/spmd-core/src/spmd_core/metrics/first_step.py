@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from spmd_core import counters
-from spmd_core.counters import Part
+from spmd_core.counters import Activity
 from spmd_core.program import execution
 
 
@@ -72,6 +72,6 @@ def time_first_step() -> Iterator[FirstStep]:
         result.tracing_s,
         result.compiling_s,
         result.waiting_s,
-    ) = (clock.seconds[part] for part in Part)
+    ) = (clock.seconds[activity] for activity in Activity)
     result.total_s = sum(clock.seconds.values())
     result.num_programs = counters.counter("compiles") - before

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
-from spmd_core.graph.values import Entry, Part, Value
+from spmd_core.graph.values import Entry, OpResult, Value
 from spmd_core.modules.checkpointing import barrier, in_backward
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
@@ -168,7 +168,7 @@ def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> "_Recipe 
     """
     if value in sources:
         return sources[value]
-    if value.data is not None or depth == 0 or isinstance(value, Part) or not value.inputs:
+    if value.data is not None or depth == 0 or isinstance(value, OpResult) or not value.inputs:
         return None
     inputs = []
     for x in value.inputs:

@@ -29,14 +29,14 @@ from spmd_core.torch_backend.after_import import after_import
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
+ParallelizePlan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 
 @checked(src_data_rank=0)
 def parallelize_module(
     module: nn.Module,
     device_mesh: AnyMesh | None = None,
-    parallelize_plan: "Plan | None" = None,
+    parallelize_plan: "ParallelizePlan | None" = None,
     *,
     axis: str | int | None = None,
     reshard_after_forward: bool = True,

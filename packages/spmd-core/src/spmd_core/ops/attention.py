@@ -191,11 +191,11 @@ _library.impl("attention_kept", _meta_kept, "Meta")
 # ---- torch's arguments as those of `flash` and the kernels ---------------------------------------
 
 
-def _plan(
+def _attention_options(
     query: Any, key: Any, dropout_p: float, is_causal: bool, scale: float | None
-) -> flash.Plan:
+) -> flash.AttentionOptions:
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
-    return flash.Plan(query.shape[-2], key.shape[-2], scale, is_causal, dropout_p)
+    return flash.AttentionOptions(query.shape[-2], key.shape[-2], scale, is_causal, dropout_p)
 
 
 def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
@@ -242,16 +242,18 @@ def _summed(grad: jax.Array | None, kv_heads: int) -> jax.Array | None:
     return grad.reshape(*grad.shape[:-3], kv_heads, repeats, *grad.shape[-2:]).sum(-3)
 
 
-def _ring_layout(ctx: Context, plan: flash.Plan, seed: Any) -> AttentionLayout | None:
+def _ring_layout(
+    ctx: Context, options: flash.AttentionOptions, seed: Any
+) -> AttentionLayout | None:
     """The layout of a ring, or None where the sequences are whole.
 
     A mask that needs a gradient, dropout, and a causal mask of two lengths are the partitioner's.
     """
     layout = ctx.layout(AttentionLayout)
     is_whole = layout is None or layout.count(layout.rows) == 1
-    if is_whole or seed is not None or min(plan.num_queries, plan.num_keys) == 1:
+    if is_whole or seed is not None or min(options.num_queries, options.num_keys) == 1:
         return None
-    return None if plan.is_causal and plan.num_queries != plan.num_keys else layout
+    return None if options.is_causal and options.num_queries != options.num_keys else layout
 
 
 def _grouped_mask(mask: Any, num_heads: int, ndim: int) -> flash.Mask:
@@ -293,23 +295,23 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """The attended values and the log of the sum of the scores' exponentials, in torch's shapes."""
     shape, wide = ctx.shape, opmath(query.dtype)
-    plan = _plan(query, key, dropout_p, is_causal, scale)
+    options = _attention_options(query, key, dropout_p, is_causal, scale)
     if math.prod(shape[:-1]) * key.shape[-2] == 0:  # no scores at all
         return jnp.zeros(shape, ctx.dtype), jnp.full(shape[:-1], -np.inf, wide)
     key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query = _grouped(query, heads)
     mask = _grouped_mask(mask, heads, query.ndim)
-    layout = _ring_layout(ctx, plan, seed)
-    if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
-        out, lse = platform_attention.forward(ctx, plan, query, key, value, mask)
+    layout = _ring_layout(ctx, options, seed)
+    if layout is None and platform_attention.takes(ctx, options, query, key, value, mask, seed):
+        out, lse = platform_attention.forward(ctx, options, query, key, value, mask)
     else:
         query, mask = _ungrouped(query, mask)
         query, key, value = _cast_operands(ctx, query, key, value)
         if layout is not None:
-            out, lse = ring.forward(plan, layout, query, key, value, mask)
+            out, lse = ring.forward(options, layout, query, key, value, mask)
         else:
-            out, lse = flash.forward(plan, query, key, value, mask, _random_key(seed))
+            out, lse = flash.forward(options, query, key, value, mask, _random_key(seed))
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
@@ -372,24 +374,24 @@ def _attention_backward(
     wanted = flash.Wanted(*output_mask)
     if grad.size * key.shape[-2] == 0:
         return [jnp.zeros(x.shape, x.dtype) for x, yes in zip(given, output_mask) if yes]
-    plan = _plan(query, key, dropout_p, is_causal, scale)
+    options = _attention_options(query, key, dropout_p, is_causal, scale)
     num_heads = _with_head_dim(key).shape[-3]
     key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query, grad, out, lse = (_grouped(x, heads) for x in (query, grad, out, lse[..., None]))
     mask = _grouped_mask(attn_mask, heads, query.ndim)
-    layout = None if wanted.mask else _ring_layout(ctx, plan, seed)
+    layout = None if wanted.mask else _ring_layout(ctx, options, seed)
     grads: Sequence[jax.Array | None]
-    if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
-        grads = platform_attention.backward(ctx, plan, grad, query, key, value, mask)
+    if layout is None and platform_attention.takes(ctx, options, query, key, value, mask, seed):
+        grads = platform_attention.backward(ctx, options, grad, query, key, value, mask)
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _cast_operands(ctx, grad, query, key, value)
         arrays = (grad, query, key, value, mask, out, lse[..., 0])
         if layout is not None:
-            grads = ring.backward(plan, layout, *arrays)
+            grads = ring.backward(options, layout, *arrays)
         else:
-            grads = flash.backward(plan, *arrays, _random_key(seed), wanted)
+            grads = flash.backward(options, *arrays, _random_key(seed), wanted)
     if heads > num_heads:
         grads = [grads[0], *(_summed(g, num_heads) for g in grads[1:3]), *grads[3:]]
     return [
@@ -408,5 +410,7 @@ def _attention_kept(
     random_key = _random_key(seed)
     assert random_key is not None
     return flash.dropout_mask(
-        _plan(query, key, dropout_p, is_causal, 1.0), random_key, (*shape, key.shape[-2])
+        _attention_options(query, key, dropout_p, is_causal, 1.0),
+        random_key,
+        (*shape, key.shape[-2]),
     ).reshape(ctx.shape)

@@ -32,7 +32,7 @@ _MAIN = 0
 
 
 @dataclass(frozen=True)
-class Value:
+class HloValue:
     """What an instruction puts into an allocation.
 
     Attributes:
@@ -70,7 +70,7 @@ class Allocation:
     parameter: int | None
     is_output: bool
     is_constant: bool
-    values: tuple[Value, ...]
+    values: tuple[HloValue, ...]
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,21 @@ class Buffers:
             if a.parameter is None and not a.is_output and not a.is_constant
         )
 
-    def live_at_peak(self) -> tuple[Value, ...]:
+    def live_at_peak(self) -> tuple[HloValue, ...]:
         """The values in temporary memory when most of it is in use, the largest first.
 
         A value that lies where another does, as an update in place, counts once.
         """
-        events: list[tuple[int, int, Value]] = []
+        events: list[tuple[int, int, HloValue]] = []
         for allocation in self.temporaries:
             for value in allocation.values:
                 start, end = self.ranges.get(value.name, (0, -1))
                 if start <= end:
                     events += [(start, 1, value), (end + 1, 0, value)]
         events.sort(key=lambda event: event[:2])
-        alive: dict[tuple[int, int], dict[str, Value]] = {}
+        alive: dict[tuple[int, int], dict[str, HloValue]] = {}
         total = best = 0
-        found: list[Value] = []
+        found: list[HloValue] = []
         for i, (time, starts, value) in enumerate(events):
             place = (value.offset, value.size)
             there = alive.setdefault(place, {})
@@ -177,7 +177,7 @@ def _argument(kind: str) -> int | None:
 
 def _allocations(lines: Iterable[str]) -> tuple[Allocation, ...]:
     found: list[Allocation] = []
-    current: tuple[re.Match[str], list[Value]] | None = None
+    current: tuple[re.Match[str], list[HloValue]] | None = None
 
     def close() -> None:
         if current is None:
@@ -203,7 +203,9 @@ def _allocations(lines: Iterable[str]) -> tuple[Allocation, ...]:
             current = header, []
         elif value is not None and current is not None:
             shape = _LAYOUT.sub("", value["shape"])
-            current[1].append(Value(value["name"], int(value["size"]), int(value["offset"]), shape))
+            current[1].append(
+                HloValue(value["name"], int(value["size"]), int(value["offset"]), shape)
+            )
         elif current is not None and not line.startswith(" "):
             close()
             current = None

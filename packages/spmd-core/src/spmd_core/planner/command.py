@@ -12,7 +12,7 @@ from pathlib import Path
 from spmd_core.errors import PlanError, PlanReadError
 from spmd_core.planner.options import EXIT_USAGE, check, parser, values_of, words_of
 from spmd_core.planner.plan import plan
-from spmd_core.planner.planned import Plan
+from spmd_core.planner.planned import TopologyPlan
 from spmd_core.planner.planned import values as plan_values
 from spmd_core.planner.search import Outcome, Request, candidates, search, table
 from spmd_core.planner.topology_names import parse
@@ -97,7 +97,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
-def exit_code(made: Plan) -> int:
+def exit_code(made: TopologyPlan) -> int:
     """The command's exit code for a plan."""
     if made.fits is False:
         return EXIT_DOES_NOT_FIT

@@ -61,7 +61,7 @@ def compile_buffers(lowered: Lowered, topology: Topology, *, machine_code: bool)
     folder = Path(options.pop("xla_dump_to"))
     ids = [device.id for device in lowered.devices]
     record = new_record(lowered.graph, lowered.name)
-    with counters.timed(counters.Part.COMPILING):
+    with counters.timed(counters.Activity.COMPILING):
         record.code_bytes = write_buffers(
             lowered.stage, folder, topology, ids, options, machine_code=machine_code
         )

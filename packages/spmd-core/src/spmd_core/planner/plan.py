@@ -3,7 +3,7 @@
 The process's devices are exchanged for those of the topology (`runtime.devices.exchanged`), for
 which libtpu compiles without a TPU. Arrays then have no elements (`runtime.abstract`), and whatever
 reads one is refused; nothing else knows of plans. XLA writes the buffers of each program to a
-folder (`planner.buffer_text`), and the graph says what they are for (`planner.parts`).
+folder (`planner.buffer_text`), and the graph says what they are for (`planner.memory_uses`).
 """
 
 import functools
@@ -25,11 +25,11 @@ from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
-from spmd_core.planner import buffer_text, parts
+from spmd_core.planner import buffer_text, memory_uses
 from spmd_core.planner.costs import costs_of
 from spmd_core.planner.memory_program import compile_buffers
-from spmd_core.planner.parts import Part
-from spmd_core.planner.planned import Plan, ProgramPlan
+from spmd_core.planner.memory_uses import MemoryUse
+from spmd_core.planner.planned import ProgramPlan, TopologyPlan
 from spmd_core.planner.topology import Topology, find
 from spmd_core.program import execution
 from spmd_core.program.compilation import build
@@ -125,7 +125,7 @@ def plan(
     quiet_steps: int = _QUIET_STEPS,
     compile_all: bool = False,
     machine_code: bool = False,
-) -> Plan:
+) -> TopologyPlan:
     """What a training function takes on devices that need not exist.
 
     The function is called here: it records its operations as always, no program runs, no data is
@@ -206,7 +206,7 @@ def plan(
                     refusals.append(str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Plan(
+    return TopologyPlan(
         found, tuple(programs), tuple(left_out), recorder.num_steps, tuple(refusals), ended_by
     )
 
@@ -241,12 +241,12 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
     memory = buffer_text.read(program.dump_folder)
     hlo = program.compiled_text()
     shutil.rmtree(program.dump_folder)
-    roles = parts.roles(program.graph, seen.kept)
-    rows = parts.at_peak(program.graph, roles, memory, hlo, program.lowered.num_packed)
+    roles = memory_uses.roles(program.graph, seen.kept)
+    rows = memory_uses.at_peak(program.graph, roles, memory, hlo, program.lowered.num_packed)
     collectives = communication.of_text(hlo, program.lowered)
-    by_part = {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}
+    by_part = {**memory_uses.sums(rows), MemoryUse.ELSEWHERE: seen.elsewhere}
     if machine_code:
-        by_part[Part.CODE] = record.code_bytes
+        by_part[MemoryUse.CODE] = record.code_bytes
     return ProgramPlan(
         record.name,
         planned.record.source,

@@ -11,14 +11,14 @@ from typing import Any
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.planner.costs import Costs
-from spmd_core.planner.parts import Buffer, Part
+from spmd_core.planner.memory_uses import Buffer, MemoryUse
 from spmd_core.planner.topology import Topology
 
 # Of the plain values of `values`; raised when a field changes its meaning or goes.
 SCHEMA = 2
 _NUM_BUFFERS = 10
 # What makes a buffer that no operation of the program does.
-_MADE_BY = dict.fromkeys((Part.PARAMETERS, Part.OPTIMIZER, Part.INPUTS), "argument")
+_MADE_BY = dict.fromkeys((MemoryUse.PARAMETERS, MemoryUse.OPTIMIZER, MemoryUse.INPUTS), "argument")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ProgramPlan:
     executions: int
     is_step: bool
     compile_s: float
-    parts: dict[Part, int]
+    parts: dict[MemoryUse, int]
     buffers: tuple[Buffer, ...]
     state_bytes: int
     collectives: communication.Collectives
@@ -57,7 +57,7 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopologyPlan:
     """What a function takes on the devices of a topology, by compilation. `print` shows a report.
 
     Attributes:
@@ -109,7 +109,7 @@ class Plan:
 class _Text:
     """The parts of a plan's report, in megabytes or gigabytes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TopologyPlan) -> None:
         self._plan = plan
         largest = max((program.peak_bytes for program in plan.programs), default=0)
         self._unit, self._scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
@@ -138,10 +138,12 @@ class _Text:
     def memory(self, shown: ProgramPlan) -> list[str]:
         """Memory by part, beside the least that it takes and what the device has."""
         rows: list[tuple[str, int, str]] = [
-            (str(part), shown.parts[part], "") for part in Part if part in shown.parts
+            (str(part), shown.parts[part], "") for part in MemoryUse if part in shown.parts
         ]
         ratio = shown.peak_bytes / shown.state_bytes if shown.state_bytes else math.inf
-        may_count_code = Part.CODE not in shown.parts and self._plan.topology.request is not None
+        may_count_code = (
+            MemoryUse.CODE not in shown.parts and self._plan.topology.request is not None
+        )
         rows += [
             (
                 "together",
@@ -171,7 +173,7 @@ class _Text:
         """The largest buffers; alike ones, such as one of each layer, in one line."""
         groups: dict[tuple[Any, ...], list[Buffer]] = {}
         for b in buffers:
-            if b.part is not Part.GAPS:
+            if b.part is not MemoryUse.GAPS:
                 line = None if b.origin is None else (b.origin.file, b.origin.line)
                 groups.setdefault((b.part, b.shape, b.op, line), []).append(b)
         ordered = sorted(groups.values(), key=lambda rows: -sum(b.num_bytes for b in rows))
@@ -230,7 +232,7 @@ class _Text:
         return f"{num_bytes / self._scale:,.2f} {self._unit}"
 
 
-def text(plan: Plan) -> str:
+def text(plan: TopologyPlan) -> str:
     """The report: what fits, memory by part, the largest buffers, collectives, bounds on time."""
     topology = plan.topology
     kind = "emulated CPU" if topology.chip is None else topology.chip.name
@@ -265,7 +267,7 @@ def _place(rows: Sequence[Buffer]) -> str:
     return f"{line}, {modules[0]}{more}" if modules else line
 
 
-def values(plan: Plan) -> dict[str, Any]:
+def values(plan: TopologyPlan) -> dict[str, Any]:
     """The plan as numbers, strings, lists and dicts; bytes and FLOPs of one device if not said."""
     topology = plan.topology
     return {
@@ -285,7 +287,7 @@ def values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _program_values(plan: Plan, program: ProgramPlan) -> dict[str, Any]:
+def _program_values(plan: TopologyPlan, program: ProgramPlan) -> dict[str, Any]:
     costs = program.costs
     return {
         "name": program.name,
@@ -316,7 +318,7 @@ def _program_values(plan: Plan, program: ProgramPlan) -> dict[str, Any]:
 
 
 def _collective_sums(
-    plan: Plan, program: ProgramPlan
+    plan: TopologyPlan, program: ProgramPlan
 ) -> dict[tuple[str, str, str], tuple[int, float]]:
     """Number and bytes sent by a device, for each kind, mesh axes, and network."""
     numbers: Counter[tuple[str, str, str]] = Counter()

@@ -42,7 +42,7 @@ def compile_lowered(lowered: Lowered) -> Program:
     with (
         jax.enable_x64(True),
         _metadata_in_disk_cache_key(lowered.graph),
-        counters.timed(counters.Part.COMPILING),
+        counters.timed(counters.Activity.COMPILING),
     ):
         compiled = lowered.stage.compile(compiler_options=options)
     compile_s = time.perf_counter() - start

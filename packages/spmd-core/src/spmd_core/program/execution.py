@@ -35,7 +35,7 @@ from spmd_core.program.leaves import (
     refuse_local,
 )
 from spmd_core.program.planned_program import PlannedProgram
-from spmd_core.program.planning import Plan, collect, plan
+from spmd_core.program.planning import CutPlan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
@@ -101,7 +101,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         ProcessError: another process failed, or does not start the same program.
     """
     interrupts.protect()
-    with lock, counters.timed(counters.Part.PLANNING):
+    with lock, counters.timed(counters.Activity.PLANNING):
         live = take_pending()
         try:
             if live and this_thread.cut_guard is not None:
@@ -171,7 +171,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
         if storages:
             _count_cut()
             counters.count("automatic_cuts")
-            with counters.timed(counters.Part.PLANNING):
+            with counters.timed(counters.Activity.PLANNING):
                 # A later piece may read the same leaves.
                 _execute(
                     sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]),
@@ -300,7 +300,7 @@ def _program_label() -> str:
     return "spmd" if this_thread.cut_guard is None else this_thread.cut_guard.label
 
 
-def _bounded(planned: Plan) -> growing_sizes.Bounded | None:
+def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
     """The program for many sizes that computes a cut; None if it needs one of its own."""
     if (
         this_thread.cut_guard is not None

@@ -73,7 +73,7 @@ def lower(
     with (
         _without_collection(),
         jax.enable_x64(True),
-        counters.timed(counters.Part.TRACING),
+        counters.timed(counters.Activity.TRACING),
     ):
         fold = Fold(pipeline.run(graph, target, name), target)
         stage = _trace(fold, graph, target, name).lower(lowering_platforms=platforms)

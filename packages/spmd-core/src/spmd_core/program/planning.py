@@ -10,7 +10,7 @@ from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
-from spmd_core.graph.values import Part, Value, origin_of
+from spmd_core.graph.values import OpResult, Value, origin_of
 from spmd_core.program import compile_cache
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
@@ -23,7 +23,7 @@ _by_serial = operator.attrgetter("serial")
 
 
 @dataclass
-class Plan:
+class CutPlan:
     """What a cut is about to run. Making a plan changes nothing: `debugging` shows plans unrun.
 
     Attributes:
@@ -80,7 +80,7 @@ class Plan:
         return compile_cache.get(self.key, self.graph, self.name)
 
 
-def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> Plan:
+def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> CutPlan:
     """The program that computes these pending storages.
 
     Args:
@@ -143,7 +143,7 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> P
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )
-    return Plan(key, live, nodes, node_inputs, leaves, targets, numbers, label)
+    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, label)
 
 
 def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
@@ -178,7 +178,7 @@ def _number(value: Value, number_of: dict[Value, int]) -> int:
     """The value's number, from those of the leaves and nodes (see `program_graph.Node`)."""
     return (
         number_of[value]
-        if not isinstance(value, Part) or value.parent is None
+        if not isinstance(value, OpResult) or value.parent is None
         else number_of[value.parent] + value.index
     )
 

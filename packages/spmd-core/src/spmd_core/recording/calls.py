@@ -23,7 +23,7 @@ from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.strides import is_dense
-from spmd_core.graph.values import Entry, Indices, Part, Spec, Value
+from spmd_core.graph.values import Entry, Indices, OpResult, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.program import leaves
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
@@ -49,8 +49,8 @@ _MOST_ACCEPTED = 1024  # accepted numbers, and classes of them, that an entry re
 registry.load_all()
 
 
-class Call:
-    """How to look up calls of one overload: which arguments are scalars, how to make entries."""
+class CallSchema:
+    """One overload: which arguments are scalar inputs, and how to make an entry of a call."""
 
     __slots__ = ("func", "infer", "numbers", "static_when_int")
 
@@ -71,7 +71,7 @@ class Call:
 
 
 def look_up(
-    call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    call: CallSchema, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Entry, list[Value], list[Any]]:
     """The call's entry, its input values and its scalar inputs.
 
@@ -117,7 +117,7 @@ def look_up(
 
 
 def _refuse_numbers(
-    call: Call,
+    call: CallSchema,
     accepted: set[tuple[Any, ...]],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -135,7 +135,11 @@ def _refuse_numbers(
 
 
 def _look_up_keywords(
-    call: Call, kwargs: dict[str, Any], key: list[Any], inputs: list[Value], numbers: list[Any]
+    call: CallSchema,
+    kwargs: dict[str, Any],
+    key: list[Any],
+    inputs: list[Value],
+    numbers: list[Any],
 ) -> None:
     for name, a in kwargs.items():
         kind = a.__class__
@@ -157,7 +161,7 @@ def _look_up_keywords(
             key.append((name, a))
 
 
-def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
+def _look_up_list(call: CallSchema, items: Sequence[Any], inputs: list[Value]) -> Any:
     key: list[Any] = ["["]
     for a in items:
         if a.__class__ is XLAShardedTensor:
@@ -170,7 +174,7 @@ def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
     return tuple(key)
 
 
-def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
+def _host_scalar(call: CallSchema, a: torch.Tensor, inputs: list[Value]) -> Spec:
     """Makes a 0-dim CPU tensor among the arguments an input, as torch allows for any device.
 
     Raises:
@@ -414,7 +418,8 @@ def _kernel(
 def _structured(entry: Entry, node: Value) -> Any:
     assert entry.structure is not None
     results = [
-        None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure
+        None if i is None else wrap(Storage(OpResult(node, i), entry.outs[i]))
+        for i in entry.structure
     ]
     return results if entry.as_list else tuple(results)
 
@@ -422,7 +427,7 @@ def _structured(entry: Entry, node: Value) -> Any:
 def functional_handler(lowering: registry.Lowering) -> Handler:
     """Records an operation whose results are new tensors."""
     func = lowering.overload
-    call = Call(
+    call = CallSchema(
         func,
         lowering.static,
         lambda args, kwargs, kinds: new_entry(

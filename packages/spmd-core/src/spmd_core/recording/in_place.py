@@ -8,10 +8,10 @@ import torch
 from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, View
-from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.graph.values import Entry, OpResult, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
-from spmd_core.recording.calls import Call, Handler, look_up, mixed, new_entry
+from spmd_core.recording.calls import CallSchema, Handler, look_up, mixed, new_entry
 from spmd_core.recording.stand_ins import leaves_of
 from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
@@ -69,7 +69,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
             lowering, result, args, kwargs, kinds, into=Spec.contiguous(into.shape, into.dtype)
         )
 
-    call = Call(func, lowering.static, make)
+    call = CallSchema(func, lowering.static, make)
     random = lowering.random
     writes_one_value = _WRITES_ONE_VALUE.get(func)
     accepted: set[Any] = set()  # (entry, positions of the inputs that are the written tensor)
@@ -160,7 +160,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
             kinds,
         )
 
-    call = Call(func, lowering.static, make, lowering.numbers)
+    call = CallSchema(func, lowering.static, make, lowering.numbers)
 
     def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with lock:
@@ -168,7 +168,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
             entry, inputs, numbers = look_up(call, args, kwargs)
             node = Value(entry, inputs, numbers)
             for i, target in enumerate(targets):
-                write(target._handle, Part(node, i))
+                write(target._handle, OpResult(node, i))
         return args[0] if func._schema.returns else None
 
     return record

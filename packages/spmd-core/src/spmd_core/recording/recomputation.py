@@ -17,7 +17,7 @@ from jax import lax
 from spmd_core.graph import values
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
-from spmd_core.graph.values import Entry, Part, Value
+from spmd_core.graph.values import Entry, OpResult, Value
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.recording.calls import known
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -65,7 +65,7 @@ class _Recomputation:
             lambda: Entry(BARRIER, _barrier, specs, structure=tuple(range(len(specs)))),
         )
         with _running(None):
-            return Part(Value(entry, operands, ()), 0)
+            return OpResult(Value(entry, operands, ()), 0)
 
 
 def _barrier(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:

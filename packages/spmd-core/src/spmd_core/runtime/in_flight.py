@@ -36,7 +36,7 @@ def wait_for(array: jax.Array) -> None:
     if isinstance(array, AbstractArray):
         return
     try:
-        with counters.timed(counters.Part.WAITING):
+        with counters.timed(counters.Activity.WAITING):
             array.block_until_ready()
     except FAILURES as error:
         raise watch.failure_of_others(error) or programs.explained(error) from error
@@ -133,7 +133,7 @@ class InFlight:
         if started is None:
             return
         try:
-            with counters.timed(counters.Part.WAITING):
+            with counters.timed(counters.Activity.WAITING):
                 started.token.block_until_ready()
         except FAILURES as error:
             is_first = self._remove(started)

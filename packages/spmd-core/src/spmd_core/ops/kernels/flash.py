@@ -36,7 +36,7 @@ MAX_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionOptions:
     """The static options of one attention: the sizes, their blocks, and the treatment of scores.
 
     Attributes:
@@ -87,9 +87,9 @@ class Plan:
 class Documents(NamedTuple):
     """A mask of two short arrays: a query attends to the keys of its own document.
 
-    Each block of the mask is made from them where it is needed, so no array of size (queries, keys)
-    exists. Together with a causal mask if the plan has one. Blocks of rows and columns without a
-    common document are computed, and hidden.
+    Each block of the mask is made where it is needed, so no array of size (queries, keys) exists.
+    It can be combined with a causal mask. A pair of blocks without a common document is computed,
+    too, and masked.
 
     Attributes:
         rows: the document of each query, integers, as a mask with one key.
@@ -103,17 +103,17 @@ class Documents(NamedTuple):
 Mask: TypeAlias = jax.Array | Documents | None
 
 
-def _padded_mask(plan: Plan, mask: Mask) -> Mask:
+def _padded_mask(options: AttentionOptions, mask: Mask) -> Mask:
     """The mask in whole blocks; what is behind the sequences stays to be hidden."""
     if mask is None:
         return None
     if isinstance(mask, Documents):
         return Documents(
-            _padded(mask.rows, mask.rows.ndim - 2, plan.query_blocks),
-            _padded(mask.columns, mask.columns.ndim - 1, plan.key_blocks),
+            _padded(mask.rows, mask.rows.ndim - 2, options.query_blocks),
+            _padded(mask.columns, mask.columns.ndim - 1, options.key_blocks),
         )
-    of_rows = _padded(mask, mask.ndim - 2, plan.query_blocks)
-    return _padded(of_rows, mask.ndim - 1, plan.key_blocks)
+    of_rows = _padded(mask, mask.ndim - 2, options.query_blocks)
+    return _padded(of_rows, mask.ndim - 1, options.key_blocks)
 
 
 def _equal_blocks(n: int, most: int) -> tuple[int, int]:
@@ -171,11 +171,13 @@ def _weighted_sums(weights: jax.Array, value: jax.Array) -> jax.Array:
     )
 
 
-def _scores(plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
+def _scores(
+    options: AttentionOptions, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: Mask
+) -> jax.Array:
     """One block of scores, -inf where a query may not attend to a key."""
-    (size_q, _), (size_k, num_k) = plan.query_blocks, plan.key_blocks
+    (size_q, _), (size_k, num_k) = options.query_blocks, options.key_blocks
     scores = _pairwise_products(query, key)
-    scores = scores * np.asarray(plan.scale, scores.dtype)
+    scores = scores * np.asarray(options.scale, scores.dtype)
     if isinstance(mask, Documents):
         rows = _read_block(mask.rows, i, size_q, mask.rows.ndim - 2)
         scores = _masked(
@@ -191,11 +193,11 @@ def _scores(plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: 
         )
         scores = scores + added.astype(scores.dtype)
     columns = j * size_k + lax.broadcasted_iota(np.int32, (size_q, size_k), 1)
-    if plan.is_causal:
+    if options.is_causal:
         rows = i * size_q + lax.broadcasted_iota(np.int32, (size_q, size_k), 0)
         scores = _masked(rows >= columns, scores)
-    if size_k * num_k != plan.num_keys:
-        scores = _masked(columns < plan.num_keys, scores)
+    if size_k * num_k != options.num_keys:
+        scores = _masked(columns < options.num_keys, scores)
     return scores
 
 
@@ -209,7 +211,7 @@ def _masked(attended: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _dropout(
-    plan: Plan, i: Any, j: Any, seed: jax.Array | None, shape: tuple[int, ...]
+    options: AttentionOptions, i: Any, j: Any, seed: jax.Array | None, shape: tuple[int, ...]
 ) -> Callable[[jax.Array], jax.Array]:
     """The function that applies dropout to one block of probabilities or of their gradients.
 
@@ -217,37 +219,37 @@ def _dropout(
     """
     if seed is None:
         return lambda x: x
-    keep = _block_dropout_mask(plan, i, j, seed, shape)
-    factor = 0.0 if plan.dropout_p >= 1 else 1.0 / (1.0 - plan.dropout_p)
+    keep = _block_dropout_mask(options, i, j, seed, shape)
+    factor = 0.0 if options.dropout_p >= 1 else 1.0 / (1.0 - options.dropout_p)
     return lambda x: jnp.where(keep, x * np.asarray(factor, x.dtype), np.asarray(0, x.dtype))
 
 
 def _block_dropout_mask(
-    plan: Plan, i: Any, j: Any, seed: jax.Array, shape: tuple[int, ...]
+    options: AttentionOptions, i: Any, j: Any, seed: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    threshold = min(round((1.0 - plan.dropout_p) * 2**32), 2**32 - 1)
+    threshold = min(round((1.0 - options.dropout_p) * 2**32), 2**32 - 1)
     return jax.random.bits(
-        jax.random.fold_in(seed, i * plan.key_blocks[1] + j), shape, np.uint32
+        jax.random.fold_in(seed, i * options.key_blocks[1] + j), shape, np.uint32
     ) < np.uint32(threshold)
 
 
-def dropout_mask(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def dropout_mask(options: AttentionOptions, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Which probabilities dropout keeps, bool of shape `shape`: (..., queries, keys).
 
     The result is not in blocks: the caller needs memory for all of it.
     """
-    (size_q, num_q), (size_k, num_k) = plan.query_blocks, plan.key_blocks
+    (size_q, num_q), (size_k, num_k) = options.query_blocks, options.key_blocks
     block = (*shape[:-2], size_q, size_k)
 
     def body(result: jax.Array, pair: jax.Array) -> tuple[jax.Array, None]:
         i, j = pair
         start = (*(np.int32(0),) * (len(shape) - 2), i * size_q, j * size_k)
         return lax.dynamic_update_slice(
-            result, _block_dropout_mask(plan, i, j, seed, block), start
+            result, _block_dropout_mask(options, i, j, seed, block), start
         ), None
 
     result, _ = lax.scan(
-        body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), plan.pairs()
+        body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), options.pairs()
     )
     return result[..., : shape[-2], : shape[-1]]
 
@@ -278,7 +280,7 @@ def _logsumexp(scores: jax.Array, mask: Mask) -> jax.Array:
 
 
 def forward(
-    plan: Plan,
+    options: AttentionOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -291,17 +293,17 @@ def forward(
     compute dtype. A row that attends to nothing gives zeros and -inf.
     """
     wide = opmath(query.dtype)
-    size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]
+    size_q, size_k = options.query_blocks[0], options.key_blocks[0]
     query, key, value = (
-        _padded(query, query.ndim - 2, plan.query_blocks),
-        _padded(key, key.ndim - 2, plan.key_blocks),
-        _padded(value, value.ndim - 2, plan.key_blocks),
+        _padded(query, query.ndim - 2, options.query_blocks),
+        _padded(key, key.ndim - 2, options.key_blocks),
+        _padded(value, value.ndim - 2, options.key_blocks),
     )
-    mask = _padded_mask(plan, mask)
+    mask = _padded_mask(options, mask)
     rows, columns = query.ndim - 2, key.ndim - 2
 
     def attend(i: Any, j: Any, weights: jax.Array) -> jax.Array:
-        weights = _dropout(plan, i, j, seed, weights.shape)(weights)
+        weights = _dropout(options, i, j, seed, weights.shape)(weights)
         return _weighted_sums(weights.astype(value.dtype), _read_block(value, j, size_k, columns))
 
     def whole_rows(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
@@ -311,7 +313,7 @@ def forward(
         and forward and backward are in one program, the compiler computes them once.
         """
         (i, j), (lse, attended) = pair, carry
-        scores = _scores(plan, i, j, _read_block(query, i, size_q, rows), key, mask)
+        scores = _scores(options, i, j, _read_block(query, i, size_q, rows), key, mask)
         return (
             _write_block(lse, _logsumexp(scores, mask), i, rows),
             _write_block(attended, attend(i, j, _softmax(scores, mask)), i, rows),
@@ -326,7 +328,7 @@ def forward(
             _read_block(attended, i, size_q, rows),
         )
         scores = _scores(
-            plan,
+            options,
             i,
             j,
             _read_block(query, i, size_q, rows),
@@ -345,12 +347,12 @@ def forward(
             _write_block(attended, out, i, rows),
         ), None
 
-    shape, pairs = query.shape[:-1], plan.pairs()
+    shape, pairs = query.shape[:-1], options.pairs()
     start: tuple[jax.Array, ...] = (
         jnp.full(shape, -np.inf, wide),
         jnp.zeros((*shape, value.shape[-1]), wide),
     )
-    if plan.key_blocks[1] == 1:
+    if options.key_blocks[1] == 1:
         (lse, out), _ = (
             whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
         )
@@ -359,7 +361,7 @@ def forward(
         (highest, total, attended), _ = lax.scan(online, start, pairs)
         out = attended / jnp.where(total == 0, np.asarray(1, wide), total)[..., None]
         lse = _finite(highest, mask) + jnp.log(total)
-    return out[..., : plan.num_queries, :], lse[..., : plan.num_queries]
+    return out[..., : options.num_queries, :], lse[..., : options.num_queries]
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,7 @@ class Wanted:
 
 
 def backward(
-    plan: Plan,
+    options: AttentionOptions,
     grad: jax.Array,
     query: jax.Array,
     key: jax.Array,
@@ -394,23 +396,26 @@ def backward(
     and the weights of a pair of blocks.
     """
     wide = opmath(query.dtype)
-    size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]
+    size_q, size_k = options.query_blocks[0], options.key_blocks[0]
     rows, columns = query.ndim - 2, key.ndim - 2
     transposed = "...hgqk,...hgqd->...hkd" if query.ndim > key.ndim else "...hqk,...hqd->...hkd"
     # One block of keys holds whole rows, and values computed from these are more exact than from
     # `lse` and `out`. A row with one weight of nearly 1 has a gradient of nearly 0: the difference
     # of two nearly equal numbers, which must have the same rounding.
-    whole_rows = plan.key_blocks[1] == 1 and not plan.is_part
+    whole_rows = options.key_blocks[1] == 1 and not options.is_part
     # The number that the softmax's backward subtracts from each row (D in Dao 2023, section 2.2).
     # It is right under dropout too, because `out` is the result after dropout.
     if delta is None:
         assert out is not None
         delta = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
-    shift = _padded(_finite(lse, mask), rows, plan.query_blocks)
-    delta, grad, query = (_padded(x, rows, plan.query_blocks) for x in (delta, grad, query))
-    key, value = _padded(key, columns, plan.key_blocks), _padded(value, columns, plan.key_blocks)
+    shift = _padded(_finite(lse, mask), rows, options.query_blocks)
+    delta, grad, query = (_padded(x, rows, options.query_blocks) for x in (delta, grad, query))
+    key, value = (
+        _padded(key, columns, options.key_blocks),
+        _padded(value, columns, options.key_blocks),
+    )
     mask_shape = mask.shape if isinstance(mask, jax.Array) else None
-    mask = _padded_mask(plan, mask)
+    mask = _padded_mask(options, mask)
 
     def add(
         into: jax.Array | None, at: Any, axis: int, make: Callable[[], jax.Array]
@@ -428,13 +433,13 @@ def backward(
             _read_block(key, j, size_k, columns),
             _read_block(value, j, size_k, columns),
         )
-        scores = _scores(plan, i, j, query_i, key_j, mask)
+        scores = _scores(options, i, j, query_i, key_j, mask)
         weights = (
             _softmax(scores, mask)
             if whole_rows
             else jnp.exp(scores - _read_block(shift, i, size_q, rows)[..., None])
         )
-        drop = _dropout(plan, i, j, seed, weights.shape)
+        drop = _dropout(options, i, j, seed, weights.shape)
         of_value = add(
             of_value,
             j,
@@ -463,7 +468,7 @@ def backward(
                 of_mask.ndim - 1,
             )
             of_mask = _write_block(of_mask, of_row, i, of_mask.ndim - 2)
-        narrow = (of_scores * np.asarray(plan.scale, wide)).astype(query.dtype)
+        narrow = (of_scores * np.asarray(options.scale, wide)).astype(query.dtype)
         of_query = add(of_query, i, rows, lambda: _weighted_sums(narrow, key_j))
         of_key = add(of_key, j, columns, lambda: _product(transposed, narrow, query_i))
         return (of_query, of_key, of_value, of_mask), None
@@ -472,14 +477,14 @@ def backward(
     array = None if isinstance(mask, Documents) else mask
     asked = ((query, wanted.query), (key, wanted.key), (value, wanted.value), (array, wanted.mask))
     start = tuple(jnp.zeros(x.shape, wide) if x is not None and yes else None for x, yes in asked)
-    pairs = plan.pairs()
+    pairs = options.pairs()
     (of_query, of_key, of_value, of_mask), _ = (
         step(start, (0, 0)) if len(pairs) == 1 else lax.scan(step, start, pairs)
     )
     return (
-        None if of_query is None else of_query[..., : plan.num_queries, :],
-        None if of_key is None else of_key[..., : plan.num_keys, :],
-        None if of_value is None else of_value[..., : plan.num_keys, :],
+        None if of_query is None else of_query[..., : options.num_queries, :],
+        None if of_key is None else of_key[..., : options.num_keys, :],
+        None if of_value is None else of_value[..., : options.num_keys, :],
         None
         if of_mask is None or mask_shape is None
         else of_mask[tuple(slice(n) for n in mask_shape)],

@@ -25,7 +25,7 @@ _partitioning = releases.jax_module("jax.experimental.custom_partitioning", "cus
 
 def takes(
     ctx: Context,
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -41,14 +41,14 @@ def takes(
     if ctx.platform == "gpu":
         if mask is not None:  # cuDNN's kernel takes no ids
             return False
-        return _cudnn_takes(plan, query, value, _cuda_capability())
+        return _cudnn_takes(options, query, value, _cuda_capability())
     is_split_known = ctx.num_devices == 1 or ctx.layout(AttentionLayout) is not None
-    return ctx.platform == "tpu" and is_split_known and _splash_takes(plan, query, value)
+    return ctx.platform == "tpu" and is_split_known and _splash_takes(options, query, value)
 
 
 def forward(
     ctx: Context,
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -57,7 +57,7 @@ def forward(
     """The attended values, and the log of the sum of the scores' exponentials."""
     found: tuple[jax.Array, jax.Array] = _split(
         ctx,
-        lambda *args: _kernel(ctx, plan, *args, differentiable=False),
+        lambda *args: _kernel(ctx, options, *args, differentiable=False),
         *(query, key, value, *_ids(mask)),
     )
     return found
@@ -65,7 +65,7 @@ def forward(
 
 def backward(
     ctx: Context,
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     grad: jax.Array,
     query: jax.Array,
     key: jax.Array,
@@ -82,7 +82,10 @@ def backward(
         query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array, *ids: jax.Array
     ) -> Any:
         _, vjp = jax.vjp(
-            lambda *args: _kernel(ctx, plan, *args, *ids, differentiable=True)[0], query, key, value
+            lambda *args: _kernel(ctx, options, *args, *ids, differentiable=True)[0],
+            query,
+            key,
+            value,
         )
         return vjp(grad)
 
@@ -103,7 +106,7 @@ def _ids(mask: flash.Mask) -> list[jax.Array]:
 
 def _kernel(
     ctx: Context,
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -111,8 +114,8 @@ def _kernel(
     differentiable: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     if ctx.platform == "gpu":
-        return _cudnn(plan, query, key, value)
-    return _splash(plan, query, key, value, *ids, differentiable=differentiable)
+        return _cudnn(options, query, key, value)
+    return _splash(options, query, key, value, *ids, differentiable=differentiable)
 
 
 def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
@@ -221,7 +224,7 @@ def _cuda_capability() -> float | None:
 
 
 def _cudnn_takes(
-    plan: flash.Plan, query: jax.Array, value: jax.Array, capability: float | None
+    options: flash.AttentionOptions, query: jax.Array, value: jax.Array, capability: float | None
 ) -> bool:
     """Whether cuDNN's flash attention computes this.
 
@@ -237,12 +240,12 @@ def _cudnn_takes(
         dim % 8 == 0
         and dim <= largest
         and value.shape[-1] == dim
-        and not (plan.is_causal and plan.num_queries != plan.num_keys)
+        and not (options.is_causal and options.num_queries != options.num_keys)
     )
 
 
 def _cudnn(
-    plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array
+    options: flash.AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """cuDNN's kernel, over (batch, rows, heads, dim) with query heads in the order of kv heads."""
     batch, heads, group, rows, dim = query.shape
@@ -251,30 +254,30 @@ def _cudnn(
         rows_first,
         key.swapaxes(1, 2),
         value.swapaxes(1, 2),
-        scale=plan.scale,
-        is_causal=plan.is_causal,
+        scale=options.scale,
+        is_causal=options.is_causal,
         implementation="cudnn",
         return_residual=True,
     )
     return out.swapaxes(1, 2).reshape(query.shape), lse.swapaxes(1, 2).reshape(query.shape[:-1])
 
 
-def _splash_takes(plan: flash.Plan, query: jax.Array, value: jax.Array) -> bool:
+def _splash_takes(options: flash.AttentionOptions, query: jax.Array, value: jax.Array) -> bool:
     """Whether splash attention computes this: whole blocks of 128 rows and keys, and bfloat16.
 
     For float32 the kernel's products have less precision than torch's.
     """
     return (
         query.dtype == jnp.bfloat16
-        and plan.num_queries % 128 == 0
-        and plan.num_keys % 128 == 0
+        and options.num_queries % 128 == 0
+        and options.num_keys % 128 == 0
         and query.shape[-1] % 64 == 0
         and value.shape[-1] % 64 == 0
     )
 
 
 def _splash(
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -298,8 +301,8 @@ def _splash(
     )
 
     batch, heads, group, rows, dim = query.shape
-    size = (plan.num_queries, plan.num_keys)
-    mask = splash_mask.CausalMask(size) if plan.is_causal else splash_mask.FullMask(size)
+    size = (options.num_queries, options.num_keys)
+    mask = splash_mask.CausalMask(size) if options.is_causal else splash_mask.FullMask(size)
     block_q, block_k = (next(b for b in (512, 256, 128) if n % b == 0) for n in size)
     blocks = splash_kernel.BlockSizes(
         block_q=block_q,
@@ -323,7 +326,7 @@ def _splash(
             interpret=interpret,
         )
     scaled = (
-        (query.astype(np.float32) * np.float32(plan.scale))
+        (query.astype(np.float32) * np.float32(options.scale))
         .astype(query.dtype)
         .reshape(batch, heads * group, rows, dim)
     )

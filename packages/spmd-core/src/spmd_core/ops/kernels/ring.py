@@ -33,7 +33,7 @@ _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def forward(
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     layout: AttentionLayout,
     query: jax.Array,
     key: jax.Array,
@@ -41,7 +41,7 @@ def forward(
     mask: flash.Mask,
 ) -> tuple[jax.Array, jax.Array]:
     """As `flash.forward`, over the ring of `layout.rows`, without dropout."""
-    ring = _Ring(plan, layout)
+    ring = _Ring(options, layout)
     queries, keys = ring.specs(query, key)
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array) -> Any:
@@ -59,7 +59,7 @@ def forward(
 
 
 def backward(
-    plan: flash.Plan,
+    options: flash.AttentionOptions,
     layout: AttentionLayout,
     grad: jax.Array,
     query: jax.Array,
@@ -70,7 +70,7 @@ def backward(
     lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query, key and value, as `flash.backward`, over the ring."""
-    ring = _Ring(plan, layout)
+    ring = _Ring(options, layout)
     queries, keys = ring.specs(query, key)
 
     def local(
@@ -136,8 +136,8 @@ class _Ring:
         size: the number of devices in the ring.
     """
 
-    def __init__(self, plan: flash.Plan, layout: AttentionLayout) -> None:
-        self._plan, self._layout = plan, layout
+    def __init__(self, options: flash.AttentionOptions, layout: AttentionLayout) -> None:
+        self._options, self._layout = options, layout
         self.size = layout.count(layout.rows)
 
     def specs(self, query: jax.Array, key: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
@@ -158,7 +158,7 @@ class _Ring:
 
         Of documents, each device has the ids of all keys, which are those of all queries too.
         """
-        num_keys = self._padded_size(self._plan.num_keys, self._layout.rows)
+        num_keys = self._padded_size(self._options.num_keys, self._layout.rows)
         if isinstance(mask, flash.Documents):
             ids = mask.columns
             widths = [(0, 0)] * (ids.ndim - 1) + [(0, num_keys - ids.shape[-1])]
@@ -166,10 +166,10 @@ class _Ring:
             # rows, and else it has one of its own.
             ids = jnp.pad(ids, widths, constant_values=int(np.iinfo(ids.dtype).min))
             return [(ids, PartitionSpec(queries[0], *(None,) * (ids.ndim - 1)))]
-        if mask is None and (num_keys == self._plan.num_keys or self._plan.is_causal):
+        if mask is None and (num_keys == self._options.num_keys or self._options.is_causal):
             return []  # the causal mask hides the padding, which lies behind all rows
         if mask is None:
-            is_key = np.arange(num_keys) < self._plan.num_keys
+            is_key = np.arange(num_keys) < self._options.num_keys
             mask = jnp.asarray(is_key.reshape((1,) * (query.ndim - 1) + (-1,)))
         elif mask.shape[-1] > 1 and num_keys > mask.shape[-1]:
             widths = [(0, 0)] * (mask.ndim - 1) + [(0, num_keys - mask.shape[-1])]
@@ -216,7 +216,7 @@ class _Ring:
         """The size of a dim that is split by an entry of a partition spec."""
         axes = (entry,) if isinstance(entry, str) else entry or ()  # jax unpacks a single name
         parts = self._layout.count(axes)
-        if self._plan.is_causal and axes == self._layout.rows:
+        if self._options.is_causal and axes == self._layout.rows:
             parts *= 2
         return -(-n // parts) * parts
 
@@ -241,7 +241,7 @@ class _Ring:
 
     def balanced(self, x: jax.Array) -> jax.Array:
         """The chunks of rows that this device computes, in a new first dim."""
-        if not self._plan.is_causal:
+        if not self._options.is_causal:
             return x[None]
         # From each of the two permutations a device gets one chunk; the even one may be its second.
         even, odd = (
@@ -252,7 +252,7 @@ class _Ring:
 
     def in_order(self, chunks: jax.Array) -> jax.Array:
         """The inverse of `balanced`."""
-        if not self._plan.is_causal:
+        if not self._options.is_causal:
             return chunks[0]
         parities = jnp.where(self._index() % 2 == 0, chunks, chunks[::-1])
         return jnp.concatenate(
@@ -265,14 +265,14 @@ class _Ring:
 
     def _own_pairs(self) -> list[_Meetings]:
         """The chunks of rows and of keys that meet on a device."""
-        if not self._plan.is_causal:
+        if not self._options.is_causal:
             return [_Meetings(False, jnp.zeros(1, int), jnp.zeros(1, int))]
         both, second = jnp.arange(2), jnp.ones(1, int)
         return [_Meetings(True, both, both), _Meetings(False, second, jnp.zeros(1, int))]
 
     def _pairs(self, source: jax.Array) -> list[_Meetings]:
         """As `_own_pairs`, for keys of another device."""
-        if not self._plan.is_causal:
+        if not self._options.is_causal:
             return self._own_pairs()
         # The second chunk of rows comes after all first chunks of keys. If the keys' device comes
         # before this one, so does the first chunk of rows; else its second keys come before those
@@ -280,13 +280,13 @@ class _Ring:
         same = jnp.where(source < self._index(), 0, 1)
         return [_Meetings(False, jnp.stack([1, same]), jnp.stack([0, same]))]
 
-    def _part(self, query: jax.Array, key: jax.Array, is_causal: bool) -> flash.Plan:
+    def _part(self, query: jax.Array, key: jax.Array, is_causal: bool) -> flash.AttentionOptions:
         sizes = {"num_queries": query.shape[-2], "num_keys": key.shape[-2]}
-        return replace(self._plan, **sizes, is_causal=is_causal, is_part=True)
+        return replace(self._options, **sizes, is_causal=is_causal, is_part=True)
 
     def _chunk(self, device: Any, i: Any) -> Any:
         """The place in the whole sequence of chunk `i` of a device's."""
-        if not self._plan.is_causal:
+        if not self._options.is_causal:
             return device
         return jnp.where(i == 0, device, 2 * self.size - 1 - device)
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from spmd_core.debugging import hlo_text
 from spmd_core.ops.kernels.traits import Elements
-from spmd_core.planner.buffer_text import Buffers, Value
+from spmd_core.planner.buffer_text import Buffers, HloValue
 from spmd_core.program.program_graph import Node, RecordedGraph
 from spmd_core.source_lines import Origin, Phase
 
@@ -16,7 +16,7 @@ _POSITION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)#(?P<position>\d+)/")
 _MAX_SOURCES = 8  # steps back to an instruction that has a torch operation's name
 
 
-class Part(StrEnum):
+class MemoryUse(StrEnum):
     """What bytes of a device's memory are for."""
 
     PARAMETERS = "parameters"
@@ -45,7 +45,7 @@ class Buffer:
             and the module of the parameter that it is, or is optimizer state of.
     """
 
-    part: Part
+    part: MemoryUse
     num_bytes: int
     shape: str
     op: str
@@ -63,17 +63,17 @@ class Roles:
         gradients: the operations of a backward pass whose results are read behind it.
     """
 
-    leaves: tuple[Part, ...]
+    leaves: tuple[MemoryUse, ...]
     after: int
     gradients: frozenset[int]
 
-    def of_operation(self, position: int, phase: Phase | None) -> Part:
+    def of_operation(self, position: int, phase: Phase | None) -> MemoryUse:
         """What the result of an operation is, while it is a temporary."""
         if position in self.gradients:
-            return Part.GRADIENTS
+            return MemoryUse.GRADIENTS
         if position < self.after and phase is Phase.FORWARD:
-            return Part.ACTIVATIONS
-        return Part.TEMPORARIES
+            return MemoryUse.ACTIVATIONS
+        return MemoryUse.TEMPORARIES
 
 
 def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
@@ -112,11 +112,11 @@ def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
             if _hands_on(graph.nodes[below]):
                 passing.append(below)
     leaves = tuple(
-        Part.INPUTS
+        MemoryUse.INPUTS
         if i not in kept
-        else Part.PARAMETERS
+        else MemoryUse.PARAMETERS
         if i in read_before or not backward
-        else Part.OPTIMIZER
+        else MemoryUse.OPTIMIZER
         for i in range(len(graph.leaves))
     )
     return Roles(leaves, after, frozenset(gradients))
@@ -163,7 +163,7 @@ def at_peak(
     for allocation in buffers.allocations:
         if allocation.parameter is not None:
             leaf = allocation.parameter - num_number_arrays
-            part = Part.INPUTS if leaf < 0 else found.leaves[leaf]
+            part = MemoryUse.INPUTS if leaf < 0 else found.leaves[leaf]
             origin = None if leaf < 0 else graph.leaves[leaf].origin
             if origin is not None:
                 origin = origin._replace(module=modules.get(leaf, ""))
@@ -172,16 +172,16 @@ def at_peak(
         elif allocation.is_output:
             largest = max(allocation.values, key=lambda value: value.size, default=None)
             if largest is None:
-                rows.append(Buffer(Part.RESULTS, allocation.size, "", "", None))
+                rows.append(Buffer(MemoryUse.RESULTS, allocation.size, "", "", None))
             else:
-                rows.append(operations.buffer(largest, allocation.size, Part.RESULTS))
+                rows.append(operations.buffer(largest, allocation.size, MemoryUse.RESULTS))
         elif allocation.is_constant:
-            rows.append(Buffer(Part.TEMPORARIES, allocation.size, "constant", "", None))
+            rows.append(Buffer(MemoryUse.TEMPORARIES, allocation.size, "constant", "", None))
     alive = [operations.buffer(value, value.size) for value in buffers.live_at_peak()]
     gaps = sum(a.size for a in buffers.temporaries) - sum(row.num_bytes for row in alive)
     rows += alive
     if gaps > 0:
-        rows.append(Buffer(Part.GAPS, gaps, "", "", None))
+        rows.append(Buffer(MemoryUse.GAPS, gaps, "", "", None))
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 
@@ -211,13 +211,13 @@ def _modules(graph: RecordedGraph, found: Roles) -> dict[int, str]:
     return {
         leaf: module
         for leaf, module in of_leaf.items()
-        if found.leaves[leaf] in (Part.PARAMETERS, Part.OPTIMIZER)
+        if found.leaves[leaf] in (MemoryUse.PARAMETERS, MemoryUse.OPTIMIZER)
     }
 
 
-def sums(rows: Sequence[Buffer]) -> dict[Part, int]:
+def sums(rows: Sequence[Buffer]) -> dict[MemoryUse, int]:
     """Bytes by part."""
-    totals: Counter[Part] = Counter()
+    totals: Counter[MemoryUse] = Counter()
     for row in rows:
         totals[row.part] += row.num_bytes
     return dict(totals)
@@ -235,11 +235,11 @@ class _Operations:
             for name, instruction in computation.items()
         }
 
-    def buffer(self, value: Value, size: int, part: Part | None = None) -> Buffer:
+    def buffer(self, value: HloValue, size: int, part: MemoryUse | None = None) -> Buffer:
         """A value with its operation, line and part."""
         match = self._match(value.instruction)
         if match is None or int(match["position"]) >= len(self._graph.nodes):
-            return Buffer(part or Part.TEMPORARIES, size, value.shape, "", None)
+            return Buffer(part or MemoryUse.TEMPORARIES, size, value.shape, "", None)
         position = int(match["position"])
         origin = self._graph.nodes[position].origin
         if part is None:

@@ -1,12 +1,12 @@
-"""planner/parts.py: which torch operation a buffer is of."""
+"""planner/memory_uses.py: which torch operation a buffer is of."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spmd_core.planner.buffer_text import Value
-from spmd_core.planner.parts import Buffer, Part, Roles, _Operations
+from spmd_core.planner.buffer_text import HloValue
+from spmd_core.planner.memory_uses import Buffer, MemoryUse, Roles, _Operations
 
 NAMED = 'metadata={op_name="jit(step)/Linear/aten::mm#0/nn.py:1/reduce_scatter"}'
 
@@ -18,16 +18,16 @@ def buffer_behind(num_unnamed: int) -> Buffer:
     hlo = "\n".join(["HloModule step", "", "ENTRY %main (c0: f32[4]) -> f32[4] {", *lines, "}"])
     graph: Any = SimpleNamespace(nodes=[SimpleNamespace(origin=None)])
     operations = _Operations(graph, Roles((), 1, frozenset({0})), hlo)
-    value = Value(f"c{num_unnamed}", 16, 0, "f32[4]")
+    value = HloValue(f"c{num_unnamed}", 16, 0, "f32[4]")
     return operations.buffer(value, 16)
 
 
 @pytest.mark.parametrize("num_unnamed", [0, 1, 6, 7])
 def test_what_moves_a_result_has_the_name_of_its_operation(num_unnamed: int) -> None:
     found = buffer_behind(num_unnamed)
-    assert (found.part, found.op) == (Part.GRADIENTS, "aten::mm")
+    assert (found.part, found.op) == (MemoryUse.GRADIENTS, "aten::mm")
 
 
 def test_a_name_is_not_sought_through_the_whole_program() -> None:
     found = buffer_behind(40)
-    assert (found.part, found.op) == (Part.TEMPORARIES, "")
+    assert (found.part, found.op) == (MemoryUse.TEMPORARIES, "")
