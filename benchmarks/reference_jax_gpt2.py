@@ -104,7 +104,7 @@ def compiled_memory(options: Options) -> Memory:
     if options.dump and Path(options.dump).exists():
         raise KnobError(f"--dump makes a folder; got {options.dump}, which is there. Remove it.")
     count = setup.fsdp * setup.tensor
-    found = topology.find(options.topology or f"cpu-{count}")
+    found = topology.find_topology(options.topology or f"cpu-{count}")
     if len(found.devices) < count:
         raise KnobError(
             f"--mesh must fit the topology; got {count} devices for the {len(found.devices)} of "

@@ -345,9 +345,9 @@ FAULTS = (
         "    if checks:\n",
     ),
     Fault(
-        "spmd_core/program/passes/whole_values.py",
+        "spmd_core/program/passes/replicated_values.py",
         "a program that the partitioner makes invalid keeps its marks",
-        "if target.whole is not Whole.EVERYTHING:",
+        "if target.replicated_part is not Replicated.EVERYTHING:",
         "if True:",
     ),
     # ---- tensor ----------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def page() -> str:
     for op, route in routes.items():
         if route not in (Route.LOWERED, Route.VIEW, Route.SPECIAL):
             continue
-        lowering = registry.find(op)
+        lowering = registry.find_lowering(op)
         family = (
             "dispatch"
             if lowering is None

@@ -37,7 +37,9 @@ class Target:
     def __init__(self, name: str, *, num_devices: int = 1) -> None:
         self.name, self.num_devices = name, num_devices
         # jax lowers for CUDA from any device; XLA's compiler for it would need a GPU.
-        self._devices = topology.find(f"cpu-{num_devices}" if name == CUDA else name).devices
+        self._devices = topology.find_topology(
+            f"cpu-{num_devices}" if name == CUDA else name
+        ).devices
         if len(self._devices) < num_devices:
             raise ValueError(
                 f"a topology must have the devices that are asked for; {name} has "

@@ -30,7 +30,7 @@ def lower(
 ) -> list[jax.Array]:
     """The results of the jitted lowering, with Scalars traced as a program traces them."""
     overload = registry.resolve(name)
-    entry = registry.find(overload)
+    entry = registry.find_lowering(overload)
     assert entry is not None, f"{name} has no lowering"
     schema = {a.name: a for a in overload._schema.arguments}
     names = [a.name for a in overload._schema.arguments if not a.kwarg_only]

@@ -5,7 +5,7 @@ import torch
 from spmd_core.graph.recorders import lock
 from spmd_core.program.ir import Graph
 from spmd_core.program.planning import plan
-from spmd_core.program.target import Target, Whole
+from spmd_core.program.target import Replicated, Target
 
 
 def graph_of(*tensors: torch.Tensor) -> Graph:
@@ -14,14 +14,22 @@ def graph_of(*tensors: torch.Tensor) -> Graph:
         return Graph.of(plan([tensor._handle for tensor in tensors]).graph())
 
 
-def target_of(graph: Graph, platform: str = "cpu", *, whole: Whole = Whole.NOTHING) -> Target:
+def target_of(
+    graph: Graph, platform: str = "cpu", *, replicated_part: Replicated = Replicated.NOTHING
+) -> Target:
     """What a graph is lowered for."""
-    return Target.of(graph, whole=whole, platform=platform)
+    return Target.of(graph, replicated_part=replicated_part, platform=platform)
 
 
-def rewritten(rewrite, graph: Graph, platform: str = "cpu", *, whole: Whole = Whole.NOTHING):
+def rewritten(
+    rewrite,
+    graph: Graph,
+    platform: str = "cpu",
+    *,
+    replicated_part: Replicated = Replicated.NOTHING,
+):
     """A graph behind one pass, checked."""
-    made = rewrite(graph, target_of(graph, platform, whole=whole))
+    made = rewrite(graph, target_of(graph, platform, replicated_part=replicated_part))
     made.check()
     return made
 

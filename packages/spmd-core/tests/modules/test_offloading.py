@@ -59,7 +59,7 @@ def test_gradients_are_the_same(mesh, size):
 
 
 def lowered(overload, platform, x):
-    lowering = registry.find(registry.resolve(f"spmd.{overload}.default"))
+    lowering = registry.find_lowering(registry.resolve(f"spmd.{overload}.default"))
     outs = (registry.Out(x.shape, torch.float32),)
     return lowering.function(registry.Context(outs, platform), x)
 

@@ -123,7 +123,7 @@ def test_short_time_transform_and_back() -> None:
 @pytest.mark.one_device
 @pytest.mark.parametrize("name", ["aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r"])
 def test_tpus_leave_double_precision_to_the_host(name: str) -> None:
-    lowering = registry.find(registry.resolve(f"{name}.default"))
+    lowering = registry.find_lowering(registry.resolve(f"{name}.default"))
     assert lowering is not None and lowering.host_when is not None
     for dtype in (*REAL, *COMPLEX):
         x = values(dtype, 4)

@@ -50,7 +50,7 @@ def test_what_this_torch_lacks_is_listed_and_left_out(register, name):
 
 
 def test_a_second_registration_is_refused_and_the_first_stays():
-    first = registry.find(torch.ops.aten.add.Tensor)
+    first = registry.find_lowering(torch.ops.aten.add.Tensor)
     assert first is not None
     with pytest.raises(
         ValueError,
@@ -58,7 +58,7 @@ def test_a_second_registration_is_refused_and_the_first_stays():
         r"an overload is lowered in one place",
     ):
         registry.lowering("aten.add.Tensor")(never)
-    assert registry.find(torch.ops.aten.add.Tensor) is first
+    assert registry.find_lowering(torch.ops.aten.add.Tensor) is first
     place = registry.find_view_write(torch.ops.aten.as_strided.default)
     with pytest.raises(
         ValueError,
@@ -70,7 +70,7 @@ def test_a_second_registration_is_refused_and_the_first_stays():
 
 def test_what_is_registered_is_found(monkeypatch):
     monkeypatch.delitem(registry._LOWERINGS, torch.ops.aten.sin.default)
-    assert registry.find(torch.ops.aten.sin.default) is None
+    assert registry.find_lowering(torch.ops.aten.sin.default) is None
     registry.lowering("aten.sin.default")(never)
-    found = registry.find(torch.ops.aten.sin.default)
+    found = registry.find_lowering(torch.ops.aten.sin.default)
     assert found is not None and found.function is never and registry.registered()[-1] is found

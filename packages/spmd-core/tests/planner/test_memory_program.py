@@ -39,7 +39,7 @@ def compile_by(tmp_path, monkeypatch):
 @pytest.fixture
 def like_a_tpu(num_devices):
     """Emulated devices for which a process of its own compiles."""
-    found = topology.find(f"cpu-{num_devices}")
+    found = topology.find_topology(f"cpu-{num_devices}")
     return topology.Topology("t", found.devices, None, {"platform": "tpu"})
 
 

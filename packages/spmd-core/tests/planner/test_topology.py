@@ -13,7 +13,7 @@ LIBTPU = pytest.mark.skipif(
 
 @pytest.mark.one_device
 def test_emulated_devices(num_devices):
-    found = topology.find(f"cpu-{num_devices}")
+    found = topology.find_topology(f"cpu-{num_devices}")
     assert len(found.devices) == num_devices
     assert (found.name, found.chip, found.hbm_bytes) == (f"cpu-{num_devices}", None, None)
     assert found.peak_flops is None
@@ -41,30 +41,30 @@ def refusing(monkeypatch):
 def test_what_libtpu_refuses_is_explained(refusing, text, message):
     refusing(text)
     with pytest.raises(spmd.errors.PlanError, match=message):
-        topology.find("v4-8")
+        topology.find_topology("v4-8")
 
 
 @LIBTPU
 def test_tpus():
-    found = topology.find("v4-16")
+    found = topology.find_topology("v4-16")
     assert len(found.devices) == 8
     assert (found.chip.name, found.hbm_bytes) == ("TPU v4", int(30.75 * 2**30))
     assert found.peak_flops == 275e12
     # A chip of v3 is two devices.
-    assert len(topology.find("v3-8").devices) == 8
-    assert topology.find("v3-8").hbm_bytes <= 16 * 2**30
+    assert len(topology.find_topology("v3-8").devices) == 8
+    assert topology.find_topology("v3-8").hbm_bytes <= 16 * 2**30
 
 
 @LIBTPU
 def test_slices():
-    found = topology.find("v5e-4", num_slices=2)
+    found = topology.find_topology("v5e-4", num_slices=2)
     assert [device.slice_index for device in found.devices] == [0] * 4 + [1] * 4
 
 
 @LIBTPU
 def test_a_shape_that_no_host_has():
     with pytest.raises(spmd.errors.PlanError, match="it refused v4:3x5x1"):
-        topology.find("v4:3x5x1")
+        topology.find_topology("v4:3x5x1")
 
 
 @LIBTPU
@@ -74,7 +74,7 @@ def test_libtpu_is_silent_where_there_is_no_tpu():
     program = """
 import torch
 from spmd_core.planner import topology
-print([(torch.ones(3, device="xla") + 1).sum().item(), len(topology.find("v4-8").devices)])
+print([(torch.ones(3, device="xla") + 1).sum().item(), len(topology.find_topology("v4-8").devices)])
 """
     assert children.figures(program, warns=False) == [6.0, 4]
 
@@ -87,7 +87,7 @@ def test_a_profile_after_a_plan_does_not_end_the_process(tmp_path):
 import json, torch
 from spmd_core.debugging import profiler
 from spmd_core.planner import topology
-assert len(topology.find("v4-8").devices) == 4
+assert len(topology.find_topology("v4-8").devices) == 4
 profiler.start_trace({str(tmp_path)!r})
 values = (torch.ones(3, device="xla") + 1).tolist()
 profiler.stop_trace()

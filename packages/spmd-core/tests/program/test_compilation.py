@@ -11,7 +11,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program.compilation import build
 from spmd_core.program.lower import lower
 from spmd_core.program.program import Program, new_record
-from spmd_core.program.target import Whole
+from spmd_core.program.target import Replicated
 from spmd_core.runtime.jax_sharding import replicated
 
 pytestmark = pytest.mark.skipif(
@@ -41,8 +41,8 @@ class Compiler:
         return Program(lowered, None, placements, new_record(lowered.graph, lowered.name))
 
     @property
-    def wholes(self):
-        return [lowered.target.whole for lowered in self.lowered]
+    def replicated(self):
+        return [lowered.target.replicated_part for lowered in self.lowered]
 
 
 @pytest.fixture
@@ -62,12 +62,14 @@ def test_a_lowered_graph_says_what_it_takes_and_returns(graph):
     assert tuple(device.id for device in lowered.devices) == graph.device_ids
 
 
-def test_what_the_partitioner_makes_invalid_is_lowered_with_more_kept_whole(graph):
+def test_what_the_partitioner_makes_invalid_is_lowered_with_more_replicated(graph):
     compiler = Compiler(INVALID, INVALID)
     before = spmd.metrics.counter("compiles")
-    with pytest.warns(RuntimeWarning, match=r"made program once .* invalid.*all its tensors whole"):
+    with pytest.warns(
+        RuntimeWarning, match=r"made program once .* invalid.*its tensors replicated"
+    ):
         program = build(graph.recorded, "once", compiler=compiler)
-    assert compiler.wholes == [Whole.NOTHING, Whole.INDICES, Whole.EVERYTHING]
+    assert compiler.replicated == [Replicated.NOTHING, Replicated.INDICES, Replicated.EVERYTHING]
     assert program.lowered is compiler.lowered[-1]
     assert spmd.metrics.counter("programs_with_whole_everything") == 1
     assert spmd.metrics.counter("compiles") == before + 1
@@ -78,7 +80,7 @@ def test_the_first_refusal_is_raised_where_nothing_helps(graph):
     compiler = Compiler(INVALID.format(1), INVALID.format(2), INVALID.format(3))
     with pytest.raises(spmd.errors.ProgramError, match=r"program p .*hlo verifier\] 1"):
         build(graph.recorded, "p", compiler=compiler)
-    assert len(compiler.lowered) == len(Whole)
+    assert len(compiler.lowered) == len(Replicated)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_other_errors_are_raised_at_once(graph, words, error):
     compiler = Compiler(words)
     with pytest.raises(error, match=words):
         build(graph.recorded, "p", compiler=compiler, names=dict)
-    assert compiler.wholes == [Whole.NOTHING]
+    assert compiler.replicated == [Replicated.NOTHING]
 
 
 def test_one_device_has_no_partitioner():
@@ -101,7 +103,7 @@ def test_one_device_has_no_partitioner():
     compiler = Compiler(INVALID)
     with pytest.raises(spmd.errors.ProgramError, match="hlo verifier"):
         build(graph.recorded, "p", compiler=compiler)
-    assert compiler.wholes == [Whole.NOTHING]
+    assert compiler.replicated == [Replicated.NOTHING]
 
 
 def test_results_that_are_split_unevenly_are_replicated(graph):
@@ -111,11 +113,11 @@ def test_results_that_are_split_unevenly_are_replicated(graph):
     compiler = Compiler(placements=[even])
     assert build(graph.recorded, "p", compiler=compiler).out_placements == (even,)
     assert len(compiler.lowered) == 1
-    # What had to be whole stays so.
+    # What had to be replicated stays so.
     compiler = Compiler(INVALID, placements=[uneven])
     with pytest.warns(RuntimeWarning, match="the indices of its gathers"):
         program = build(graph.recorded, "p", compiler=compiler)
-    assert compiler.wholes == [Whole.NOTHING, Whole.INDICES, Whole.INDICES]
+    assert compiler.replicated == [Replicated.NOTHING, Replicated.INDICES, Replicated.INDICES]
     (placement,) = program.lowered.out_placements
     assert placement.device_sharding.is_fully_replicated
     assert program.out_placements == (placement,)

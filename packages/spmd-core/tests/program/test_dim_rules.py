@@ -22,7 +22,7 @@ def rule_of(result, name=""):
 
 
 def text(result, name=""):
-    """The rule, one letter a factor: `ab,cb->ac`; then what it sums, moves, and needs whole."""
+    """The rule, one letter a factor: `ab,cb->ac`; then halos, replicated and summed factors."""
     rule = rule_of(result, name)
 
     def letters(factors):
@@ -34,7 +34,7 @@ def text(result, name=""):
         )
 
     found = f"{tensors(rule.operands)}->{tensors(rule.results)}"
-    for what, factors in (("halo", rule.halos), ("whole", rule.whole)):
+    for what, factors in (("halo", rule.halos), ("replicated", rule.replicated)):
         found += f" {what} {letters(factors)}" if factors else ""
     return found + "".join(f" sum {letters(sums)}" for sums in rule.sums if sums)
 
@@ -61,17 +61,17 @@ def test_dims():
     assert rule_of(x.amax(1)).reduced == (frozenset({1}),)
 
 
-def test_what_moves_or_is_whole():
+def test_what_moves_or_is_replicated():
     x, square = on_device((4, 6, 8), (5, 5))
     assert text(x.cumsum(1)) == "ijk->ijk halo j"
     assert text(x.flip(0)) == "ijk->ijk halo i"
-    assert text(x.sort(0)[0]) == "ijk->ijk,ijk whole i"
+    assert text(x.sort(0)[0]) == "ijk->ijk,ijk replicated i"
     assert text(x.erf()) == "ijk->ijk"
-    assert "whole" in text(square.diagonal())
+    assert "replicated" in text(square.diagonal())
     loop = spmd.call_jax(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * x, x), x)
-    assert "whole ijk" in text(loop)
+    assert "replicated ijk" in text(loop)
     branch = spmd.call_jax(lambda x: jax.lax.cond(x[0, 0, 0] > 0, jnp.sin, jnp.cos, x), x)
-    assert "whole ijk" in text(branch)
+    assert "replicated ijk" in text(branch)
 
 
 def test_what_is_no_sum():

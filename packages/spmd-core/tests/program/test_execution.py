@@ -508,7 +508,9 @@ def test_what_is_computed_from_a_buffer_that_a_failed_program_took_is_an_error()
     execution.place(w._handle)
     y = w + 1
     w._handle.value.data.delete()
-    with pytest.raises(spmd.errors.ProgramError, match=r"(?s)went to a program that failed.*Load"):
+    with pytest.raises(
+        spmd.errors.ProgramError, match=r"(?s)was donated to a program that failed.*Load"
+    ):
         y.cpu()
     w._handle.fail()
     assert spmd.roll_back() == 0  # there is nothing to go back to

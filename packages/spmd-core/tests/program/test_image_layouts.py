@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import spmd_core as spmd
 from spmd_core.program.passes.image_layouts import image_layouts
-from spmd_core.program.target import Whole
+from spmd_core.program.target import Replicated
 
 
 @pytest.fixture
@@ -104,4 +104,4 @@ def test_windows_know_how_their_images_are_split(mesh_2d):
     hints = [op.hint.axes for op in rewritten(image_layouts, graph).ops if op.hint]
     is_split = len(mesh_2d.ids) > 1
     assert hints == [((), (), ("a",), ("b",))] * 2 * is_split
-    assert rewritten(image_layouts, graph, whole=Whole.EVERYTHING) is graph
+    assert rewritten(image_layouts, graph, replicated_part=Replicated.EVERYTHING) is graph

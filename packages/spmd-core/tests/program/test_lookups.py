@@ -12,7 +12,7 @@ from torch import nn
 import spmd_core as spmd
 from spmd_core.program import compile_cache
 from spmd_core.program.passes.lookups import lookups
-from spmd_core.program.target import Whole
+from spmd_core.program.target import Replicated
 
 WIDTH = 6
 
@@ -153,4 +153,4 @@ def test_the_layout(num_devices):
         op.hint for op in rewritten(lookups, graph).ops if op.entry.name == "aten::embedding"
     ]
     assert (layout.rows, layout.shared, layout.gathers) == (("tensor", "fsdp"), "fsdp", False)
-    assert rewritten(lookups, graph, whole=Whole.EVERYTHING) is graph
+    assert rewritten(lookups, graph, replicated_part=Replicated.EVERYTHING) is graph

@@ -334,7 +334,9 @@ def test_sizes_that_all_numbers_of_shards_divide(uneven, size, even):
     assert splits.even_size(size) == even
 
 
-def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_indices(num_devices):
+def test_a_program_that_is_made_invalid_is_compiled_with_replicated_indices(
+    num_devices,
+):
     if num_devices < 8:
         pytest.skip("needs a mesh of 2 by 4 devices")
     mesh = spmd.Mesh(range(8), (2, 4), ("a", "c"))
@@ -348,12 +350,12 @@ def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_ind
     assert spmd.metrics.counter("programs_with_whole_indices") == 1
 
 
-def test_a_program_that_stays_invalid_is_compiled_whole():
+def test_a_program_that_stays_invalid_is_compiled_replicated():
     mesh = axis(5)
     x = spmd.mark_sharding(torch.arange(6.0).to("xla"), mesh, ("a",))
     halves = [spmd.mark_sharding(half, mesh, (None,)) for half in x.roll(1).roll(-1).split(3)]
     squares = [half * half for half in halves]
-    with pytest.warns(RuntimeWarning, match=r"(?s)made program .* invalid.*all its tensors whole"):
+    with pytest.warns(RuntimeWarning, match=r"(?s)made program .* invalid.*its tensors replicated"):
         spmd.sync()
     assert [s.tolist() for s in squares] == [[0, 1, 4], [9, 16, 25]]
     assert spmd.metrics.counter("programs_with_whole_everything") == 1
@@ -710,7 +712,7 @@ def test_whether_one_tensor_is_split_over_three_axes_on_two_dims(shape, marks, j
     mesh = jax.make_mesh(shape, ("x", "y", "z"), (AxisType.Auto,) * 3)
     spec = Spec.contiguous((8, 8), torch.float32)
     found = [(spec, NamedSharding(mesh, PartitionSpec(*mark))) for mark in marks]
-    splits = split_dims.splits(found, lambda x, num: x, 8, has_whole_indices=False)
+    splits = split_dims.splits(found, lambda x, num: x, 8, replicates_indices=False)
     assert splits.joins_axes == joins
 
 

@@ -198,7 +198,7 @@ def test_copies_and_scatters_of_views_stay_on_the_device():
             full = f"aten::{form}" + (f".{overload}" if overload else "")
             if full in known and name not in EXCLUDED:
                 func = getattr(getattr(aten, form), overload or "default")
-                if registry.find(func) is None and not schema.has_kernel(
+                if registry.find_lowering(func) is None and not schema.has_kernel(
                     func, "CompositeImplicitAutograd"
                 ):
                     missing.append(full)

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _recording(overload: torch._ops.OpOverload) -> Handler:
-    lowering = registry.find(overload)
+    lowering = registry.find_lowering(overload)
     assert lowering is not None, f"{overload} has no lowering"
     return functional_handler(lowering)
 

@@ -80,7 +80,7 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
     host.
     """
     reads = func is aten.index.Tensor
-    lowering = registry.find(func if reads else aten.index_put.default)
+    lowering = registry.find_lowering(func if reads else aten.index_put.default)
     assert lowering is not None
     record = (
         functional_handler(lowering)
@@ -226,7 +226,7 @@ def in_range(
     Indices that are still on the host are checked against the size of their dim.
     """
     form = schema.functional(func) if schema.of(func).written else func
-    lowering = None if form is None else registry.find(form)
+    lowering = None if form is None else registry.find_lowering(form)
     assert lowering is not None and lowering.host_when is None
     record = (
         functional_handler(lowering)
@@ -310,7 +310,7 @@ def _bincount_arguments(x: torch.Tensor, weights: Any = None, minlength: int = 0
 
 def repeat_interleave(func: torch._ops.OpOverload) -> Handler:
     """A handler for `repeat_interleave(repeats)`: without `output_size`, reads the repeats' sum."""
-    lowering = registry.find(func)
+    lowering = registry.find_lowering(func)
     assert lowering is not None
     record = functional_handler(lowering)
 

@@ -43,7 +43,7 @@ def _refusing(layout: RefusedLayout, func: torch._ops.OpOverload) -> Handler:
 
 def _dense_bags(func: torch._ops.OpOverload) -> Handler:
     """Records the gradient of an embedding bag, unless it is to be sparse."""
-    lowering = registry.find(func)
+    lowering = registry.find_lowering(func)
     assert lowering is not None
     record, position = functional_handler(lowering), schema.of(func).names.index("sparse")
 

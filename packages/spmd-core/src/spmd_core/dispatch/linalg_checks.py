@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _recorded(func: torch._ops.OpOverload) -> Handler:
-    lowering = registry.find(func)
+    lowering = registry.find_lowering(func)
     assert lowering is not None, f"{func} has no lowering"
     return functional_handler(lowering)
 

@@ -158,7 +158,7 @@ def _ordinary_handler(func: torch._ops.OpOverload) -> Handler:
 def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Handler]]:
     """The route of an overload without a special handler, and a function that makes its handler."""
     facts = schema.of(func)
-    lowering = registry.find(func)
+    lowering = registry.find_lowering(func)
     if lowering is not None:
         return (
             (Route.VIEW, partial(view_handler, lowering))
@@ -175,7 +175,7 @@ def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Hand
         if form is not None and facts.out_names:
             return Route.OUT, partial(_derived_out, func, form)
         several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
-        computed = None if form is None else registry.find(form)
+        computed = None if form is None else registry.find_lowering(form)
         if several and computed is not None:
             return Route.IN_PLACE, partial(several_written_handler, func, computed)
         if form is not None and facts.written == facts.names[:1] and not writes_lists:
@@ -245,7 +245,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     computes_in_out_dtype = form._schema.name.removeprefix("aten::") in _COMPUTE_IN_OUT_DTYPE
     # A functional form with a handler of its own, such as `linalg_inv_ex`, is called through the
     # router.
-    lowering = None if form in _SPECIAL else registry.find(form)
+    lowering = None if form in _SPECIAL else registry.find_lowering(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
     # torch omits arguments that are None, even without a default in the schema
     # (`randperm.generator`).

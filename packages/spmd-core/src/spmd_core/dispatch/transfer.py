@@ -282,6 +282,6 @@ def item(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return to_host(args[0]).item()
 
 
-_copy_lowering = registry.find(aten.copy.default)
+_copy_lowering = registry.find_lowering(aten.copy.default)
 assert _copy_lowering is not None
 _copy_on_device = in_place_handler(aten.copy_.default, _copy_lowering)

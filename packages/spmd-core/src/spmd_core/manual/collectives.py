@@ -64,7 +64,7 @@ def _group(x: torch.Tensor, axes: Axes, caller: str) -> AxisGroup:
 
 
 def _recorder(name: str) -> Handler:
-    lowering = registry.find(registry.resolve(f"spmd.{name}.default"))
+    lowering = registry.find_lowering(registry.resolve(f"spmd.{name}.default"))
     assert lowering is not None
     return functional_handler(lowering)
 

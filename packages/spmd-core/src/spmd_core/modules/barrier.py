@@ -12,7 +12,7 @@ from spmd_core.recording.calls import NO_KWARGS, functional_handler
 from spmd_core.recording.writes import write
 from spmd_core.tensor.sharded_tensor import device_tensor
 
-_lowering = registry.find(registry.resolve("spmd.optimization_barrier.default"))
+_lowering = registry.find_lowering(registry.resolve("spmd.optimization_barrier.default"))
 assert _lowering is not None
 _record = functional_handler(_lowering)
 

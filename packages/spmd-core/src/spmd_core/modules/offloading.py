@@ -13,7 +13,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
 def _recorder(overload: str) -> Callable[..., Any]:
-    lowering = registry.find(registry.resolve(overload))
+    lowering = registry.find_lowering(registry.resolve(overload))
     assert lowering is not None
     return functional_handler(lowering)
 

@@ -30,7 +30,7 @@ def _split_images(
     if options.transposed or 0 in weight.shape:
         return None
     windows = (weight.shape[2:], options.stride, options.padding, options.dilation)
-    return Images.of(ctx.layout(ImageLayout), x.shape, sizes, *windows, has_whole_channels=True)
+    return Images.of(ctx.layout(ImageLayout), x.shape, sizes, *windows, needs_all_channels=True)
 
 
 def _convolve_images(

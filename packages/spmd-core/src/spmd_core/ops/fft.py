@@ -32,7 +32,9 @@ def _transform_dim(
     XLA transforms the last dims only, and divides inverse transforms by their length.
     """
     x = jnp.moveaxis(x, dim, -1)
-    y = transform(x, kind, (length,), keep_whole=ctx.keep_whole, platform=ctx.platform)
+    y = transform(
+        x, kind, (length,), replicate_last_dims=ctx.replicate_last_dims, platform=ctx.platform
+    )
     return jnp.moveaxis(y, -1, dim) * (1 if kind in (lax.FftType.FFT, lax.FftType.RFFT) else length)
 
 

@@ -90,6 +90,6 @@ def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
         return _complex_logcumsumexp(x, axis=dim % x.ndim)
     # The scan slices and joins the dim many times. Its end is whole too: a split that reaches it
     # from there would have each of its steps exchange blocks, which takes XLA ten times the time.
-    along = ctx.keep_whole(jnp.moveaxis(x, dim, -1), 1)
-    sums = ctx.keep_whole(_real_logcumsumexp(along), 1)
+    along = ctx.replicate_last_dims(jnp.moveaxis(x, dim, -1), 1)
+    sums = ctx.replicate_last_dims(_real_logcumsumexp(along), 1)
     return jnp.moveaxis(sums, -1, dim).astype(ctx.dtype)

@@ -26,7 +26,7 @@ def _window_sums(
 ) -> jax.Array:
     windows_of = (kernel, stride, padding, (1,) * len(kernel))
     layout = ctx.layout(ImageLayout)
-    images = Images.of(layout, x.shape, sizes, *windows_of, has_whole_channels=False)
+    images = Images.of(layout, x.shape, sizes, *windows_of, needs_all_channels=False)
     if images is not None:
         alone, inner = ctx.on_one_device(), images.padding(padding)
 
@@ -43,7 +43,7 @@ def _window_sums(
         return windows.subsample(
             _window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride
         )
-    x = x if is_split else ctx.keep_whole(x, len(kernel))
+    x = x if is_split else ctx.replicate_last_dims(x, len(kernel))
     lead = x.ndim - len(kernel)
     high = [
         (n - 1) * s + k - p - num_in
@@ -64,7 +64,7 @@ def _window_sums(
         (1,) * lead + tuple(stride),
         pads,
     )
-    return sums if is_split else ctx.keep_whole(sums, len(kernel))
+    return sums if is_split else ctx.replicate_last_dims(sums, len(kernel))
 
 
 def _window_counts(

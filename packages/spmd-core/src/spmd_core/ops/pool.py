@@ -86,7 +86,7 @@ def _max_pool(
     maximum of the window. This takes kh + kw steps instead of kh * kw.
     """
     num_dims = len(kernel)
-    x = windows.keep_whole_unless_halo_fits(ctx, x, sizes, kernel, dilation, num_dims=num_dims)
+    x = windows.replicate_unless_halo_fits(ctx, x, sizes, kernel, dilation, num_dims=num_dims)
     lowest = -jnp.inf if is_inexact(x.dtype) else jnp.iinfo(x.dtype).min
     fields = [x]  # the value, then its positions along the dims already done, the last dim's last
     for d in reversed(range(num_dims)):
@@ -120,7 +120,7 @@ def _max_pool(
         best, best_position = _best_of(candidates)
         fields = [best[0], jnp.broadcast_to(best_position, best[0].shape), *best[1:]]
     fields = [
-        windows.keep_whole_unless_halo_fits(ctx, f, sizes, kernel, dilation, num_dims=num_dims)
+        windows.replicate_unless_halo_fits(ctx, f, sizes, kernel, dilation, num_dims=num_dims)
         for f in fields
     ]
     spatial = x.shape[x.ndim - num_dims :] if within is None else within.sizes
@@ -166,7 +166,7 @@ def _gradient_per_tap(
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
     within = _Within((0,) * num_dims, spatial) if within is None else within
     grad, indices = (
-        windows.keep_whole_unless_halo_fits(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
+        windows.replicate_unless_halo_fits(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
         for t in (grad, indices)
     )
     total = jnp.zeros(shape, grad.dtype)
@@ -187,7 +187,7 @@ def _gradient_per_tap(
         total += crop_or_pad(
             windows.dilate(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
         )
-    return windows.keep_whole_unless_halo_fits(
+    return windows.replicate_unless_halo_fits(
         ctx, total, out_sizes, kernel, dilation, num_dims=num_dims
     )
 
@@ -289,7 +289,7 @@ def _register_max_pool(num_dims: int) -> None:
             strides,
             paddings,
             dilations,
-            has_whole_channels=False,
+            needs_all_channels=False,
         )
         if images is not None:
             return _max_pool_of_images(ctx, images, x, kernel, strides, paddings, dilations, sizes)
@@ -313,7 +313,7 @@ def _register_max_pool(num_dims: int) -> None:
         wide = grad.astype(opmath(grad.dtype))
         sizes = grad.shape[grad.ndim - num_dims :]
         layout = ctx.layout(ImageLayout)
-        images = Images.of(layout, x.shape, sizes, kernel, *rest, has_whole_channels=False)
+        images = Images.of(layout, x.shape, sizes, kernel, *rest, needs_all_channels=False)
         if np.prod(kernel) <= _LARGE_KERNEL and images is not None:
             return _max_gradient_of_images(
                 ctx, images, wide, indices, x.shape, kernel, *rest

@@ -1,8 +1,8 @@
 """The table from ATen overloads to the pure jax functions that compute them.
 
-Every family file registers its lowerings here; `find` looks them up. A lowering takes a `Context`
-and the overload's own arguments. It returns one array, or a tuple with one array per tensor result.
-Its arguments:
+Every family file registers its lowerings here; `find_lowering` looks them up. A lowering takes a
+`Context` and the overload's own arguments. It returns one array, or a tuple with one array for each
+tensor result. Its arguments:
 
 - a Tensor is a jax array of the tensor's exact shape and dtype; a `Tensor[]` is a list of them; an
   absent optional is None;
@@ -148,7 +148,7 @@ class Context:
     # the dims that any sharding in the program splits, counted from the last one (-1)
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
-    keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
+    replicate_last_dims: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
     # how the images, the attention or the table of the operation are split, if that is known
     hint: Hint | None = None
     # how the program's data splits the batch, as far as it is known
@@ -333,7 +333,7 @@ def view_write(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return register
 
 
-def find(overload: torch._ops.OpOverload) -> Lowering | None:
+def find_lowering(overload: torch._ops.OpOverload) -> Lowering | None:
     """The overload's lowering, or None."""
     return _LOWERINGS.get(overload)
 

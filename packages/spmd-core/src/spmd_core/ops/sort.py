@@ -273,7 +273,7 @@ def _isin(
     if tests.size <= _FEW_TESTS:
         found = jnp.any(elements[..., None] == tests, axis=-1)
     else:
-        ordered = lax.sort(ctx.keep_whole(tests, 1))
+        ordered = lax.sort(ctx.replicate_last_dims(tests, 1))
         place = jnp.searchsorted(ordered, elements.reshape(-1)).reshape(elements.shape)
         found = ordered.at[place].get(mode="clip") == elements
     return ~found if invert else found

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.kernels.windows import crop_or_pad, dilate, keep_whole_unless_halo_fits
+from spmd_core.ops.kernels.windows import crop_or_pad, dilate, replicate_unless_halo_fits
 from spmd_core.ops.registry import Context, lowering
 
 
@@ -33,7 +33,7 @@ def _im2col(
     # needs no index arrays, and so no gather.
     forms = [_pair(option) for option in (kernel_size, dilation, padding, stride)]
     num_positions = [_num_positions(size, *form) for size, form in zip(x.shape[-2:], zip(*forms))]
-    out = keep_whole_unless_halo_fits(ctx, x, num_positions, forms[0], forms[1], num_dims=2)
+    out = replicate_unless_halo_fits(ctx, x, num_positions, forms[0], forms[1], num_dims=2)
     for d, (kernel, step, pad, hop) in enumerate(
         zip(*map(_pair, (kernel_size, dilation, padding, stride)))
     ):
@@ -47,7 +47,7 @@ def _im2col(
         out = jnp.stack(slices, axis=axis)
     # (..., window height, positions down, window width, positions across)
     out = jnp.swapaxes(out, -3, -2)
-    out = keep_whole_unless_halo_fits(ctx, out, num_positions, forms[0], forms[1], num_dims=4)
+    out = replicate_unless_halo_fits(ctx, out, num_positions, forms[0], forms[1], num_dims=4)
     return out.reshape(ctx.shape)
 
 
@@ -66,7 +66,7 @@ def _col2im(
     wide = np.dtype(np.int32) if columns.dtype == np.bool_ else opmath(columns.dtype)
     # (..., window height, positions down, window width, positions across)
     out = jnp.swapaxes(columns.astype(wide).reshape(*ctx.shape[:-2], *kernels, *positions), -3, -2)
-    out = keep_whole_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=4)
+    out = replicate_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=4)
     for d in (1, 0):
         size, kernel, step, pad, hop = options[d]
         axis = out.ndim - 2 if d else len(ctx.shape) - 2
@@ -79,5 +79,5 @@ def _col2im(
             dilated = dilate(ctx, at, [hop, *(1 for _ in edges)])
             total = total + crop_or_pad(dilated, [(k * step, whole - k * step - span), *edges])
         out = lax.slice_in_dim(total, pad, pad + size, axis=axis)
-    out = keep_whole_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=2)
+    out = replicate_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=2)
     return (out != 0).astype(ctx.dtype) if ctx.dtype == np.bool_ else out.astype(ctx.dtype)

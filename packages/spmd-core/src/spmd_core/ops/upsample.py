@@ -170,9 +170,9 @@ def _register(
     @lowering(f"aten.{op}.default", host_when=rounds)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
         dtype = opmath(x.dtype)
-        whole = ctx.keep_whole(x.astype(dtype), num_dims)
+        whole = ctx.replicate_last_dims(x.astype(dtype), num_dims)
         result = _resampled(whole, taps(dtype, x.shape[2:], output_size, options))
-        return ctx.keep_whole(result, num_dims).astype(ctx.dtype)
+        return ctx.replicate_last_dims(result, num_dims).astype(ctx.dtype)
 
     @lowering(f"aten.{op}_backward.default")
     def backward(
@@ -180,9 +180,9 @@ def _register(
     ) -> jax.Array:
         dtype = opmath(grad.dtype)
         chosen = taps(dtype, input_size[2:], output_size, options)
-        whole = ctx.keep_whole(grad.astype(dtype), num_dims)
+        whole = ctx.replicate_last_dims(grad.astype(dtype), num_dims)
         result = _resampled_gradient(whole, chosen, input_size[2:])
-        return ctx.keep_whole(result, num_dims).astype(ctx.dtype)
+        return ctx.replicate_last_dims(result, num_dims).astype(ctx.dtype)
 
 
 for _num_dims in (1, 2, 3):

@@ -30,7 +30,7 @@ from spmd_core.planner.costs import costs_of
 from spmd_core.planner.memory_program import compile_buffers
 from spmd_core.planner.memory_uses import MemoryUse
 from spmd_core.planner.planned import ProgramPlan, TopologyPlan
-from spmd_core.planner.topology import Topology, find
+from spmd_core.planner.topology import Topology, find_topology
 from spmd_core.program import execution
 from spmd_core.program.compilation import build
 from spmd_core.program.planned_program import PlannedProgram
@@ -163,7 +163,11 @@ def plan(
     require_kind("topology", topology, str, Topology, write="for instance topology='v4-8'")
     quiet_steps = require_int("quiet_steps", quiet_steps, least=1)
     num_slices = require_int("num_slices", num_slices, least=1)
-    found = topology if isinstance(topology, Topology) else find(topology, num_slices=num_slices)
+    found = (
+        topology
+        if isinstance(topology, Topology)
+        else find_topology(topology, num_slices=num_slices)
+    )
     if devices.is_started():
         execution.cut(wait=True)  # what is pending belongs to the devices that are there
     folder = Path(tempfile.mkdtemp(prefix="spmd-plan-"))

@@ -48,7 +48,7 @@ class Topology:
         return None if self.chip is None else self.chip.peak_flops / self.chip.devices_per_chip
 
 
-def find(name: str, *, num_slices: int = 1) -> Topology:
+def find_topology(name: str, *, num_slices: int = 1) -> Topology:
     """The topology of this name (see `topology_names.parse`).
 
     Starts a compiler, and no device; for CPUs, jax's emulated devices, unless they run already.

@@ -1,7 +1,7 @@
-"""Takes the integers of two traces of a function for affine functions of one number.
+"""Fits each integer of two traces of a function as slope * n + offset.
 
-A function that is traced for two values of the number gives two jaxprs that differ in integers
-alone: sizes, positions, literals. Each is taken for slope * number + offset (`Affine`).
+A function that is traced for two values of a number n gives two jaxprs that differ in integers
+alone: sizes, positions, literals. Each of them is fitted as an affine function of n (`Affine`).
 """
 
 import math
@@ -22,7 +22,7 @@ class GrowthRefusedError(Exception):
 
 @dataclass(frozen=True)
 class Affine:
-    """An integer that grows with the number."""
+    """An integer that depends on the number: slope * number + offset."""
 
     slope: int
     offset: int
@@ -36,12 +36,12 @@ Sizes = tuple[Size, ...]
 
 
 def times(size: Size, by: int) -> Size:
-    """The product of a size and a number."""
+    """The product of a size and an integer."""
     return size * by if isinstance(size, int) else Affine(size.slope * by, size.offset * by)
 
 
 def quotient(size: Size, by: Size) -> Size | None:
-    """The size that gives `size` if it is multiplied by `by`; None if there is none."""
+    """The size whose product with `by` is `size`; None if there is none."""
     if size == by:
         return 1
     if isinstance(by, int):
@@ -52,19 +52,19 @@ def quotient(size: Size, by: Size) -> Size | None:
         return Affine(size.slope // by, size.offset // by)
     if isinstance(size, int) or size.slope % by.slope:
         return None
-    whole = size.slope // by.slope
-    return whole if times(by, whole) == size else None
+    factor = size.slope // by.slope
+    return factor if times(by, factor) == size else None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Two values of the number, from which integers are taken for affine functions of it.
+    """The two values of the number at which integers are fitted.
 
     Attributes:
-        first: the one value.
-        second: another one, greater or smaller.
-        shrinking: the functions of negative slope that are known to hold for each value. Others
-            are refused: they may be the padding to a multiple of something.
+        first: one value.
+        second: another value, greater or smaller.
+        shrinking: the functions of negative slope that are known to hold for every value. Others
+            are refused, as they may be the padding to a multiple of something.
     """
 
     first: int
@@ -72,7 +72,7 @@ class Fit:
     shrinking: frozenset[Affine] = frozenset()
 
     def size(self, first: int, second: int) -> Size:
-        """The integer that is `first` at the first value, and `second` at the second one."""
+        """The fit of an integer that is `first` at the first value, and `second` at the second."""
         if first == second:
             return int(first)
         slope, rest = divmod(int(second) - int(first), self.second - self.first)
@@ -84,7 +84,7 @@ class Fit:
         return found
 
     def literal(self, first: float, second: float) -> tuple[Size, bool]:
-        """A float literal as an integer, and whether it is one divided by that."""
+        """A float literal as a fitted integer, and whether the literal is its reciprocal."""
         if first.is_integer() and second.is_integer():
             return self.size(int(first), int(second)), False
         if first and second:
@@ -94,9 +94,9 @@ class Fit:
         raise GrowthRefusedError(f"a number is {first} at {self.first}, {second} at {self.second}")
 
     def sizes(self, first: Sequence[int], second: Sequence[int]) -> Sizes:
-        """The sizes of an array that has one of two shapes.
+        """The fitted sizes of an array, from its shapes at both values.
 
-        One that shrinks is refused: for the bound it has fewer elements than for the number.
+        An array that shrinks is refused: at the bound it has fewer elements than at the number.
         """
         found = tuple(self.size(a, b) for a, b in zip(first, second, strict=True))
         if any(isinstance(size, Affine) and size.slope < 0 for size in found):
@@ -113,12 +113,12 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 def growing_arrays(
     fit: Fit, first: ClosedJaxpr, second: ClosedJaxpr
 ) -> Iterator[tuple[Sizes, int]]:
-    """The sizes of all growing arrays in a function, with the bytes of an element.
+    """The sizes of all growing arrays in a function, with their bytes per element.
 
     Args:
         fit: how integers depend on the number.
         first: the function at the first value of the number.
-        second: the same at the second value.
+        second: the function at the second value.
     """
     pairs = list(zip(first.jaxpr.invars, second.jaxpr.invars, strict=True))
     for e, f in zip(first.jaxpr.eqns, second.jaxpr.eqns, strict=True):
@@ -134,11 +134,11 @@ def growing_arrays(
 
 @dataclass
 class Form:
-    """A jaxpr without its integers: two functions that do the same at other sizes have one form.
+    """A jaxpr without its integers: equal for functions that do the same at different sizes.
 
     Attributes:
         skeleton: everything but the numbers.
-        ints: the integers, in the order in which they are met.
+        ints: the integers, in the order of traversal.
         floats: the values of floating-point literals.
     """
 
@@ -215,7 +215,7 @@ class Form:
             self.skeleton.append(value)
 
     def agrees(self, other: "Form") -> bool:
-        """Whether the two differ in numbers alone."""
+        """Whether the two forms differ in numbers alone."""
         return (
             self.skeleton == other.skeleton
             and len(self.ints) == len(other.ints)
@@ -223,7 +223,7 @@ class Form:
         )
 
     def predicts(self, second: "Form", fit: Fit, third: "Form", number: int) -> bool:
-        """Whether a third form has the numbers that this one and the second one lead to expect."""
+        """Whether a third form has the numbers that the fit of this one and the second predicts."""
         if not self.agrees(third):
             return False
         for a, b, c in zip(self.ints, second.ints, third.ints):
@@ -235,8 +235,8 @@ class Form:
                 if z != x and z == z:
                     return False
             else:
-                whole, is_inverse = fit.literal(x, y)
-                value = float(whole.at(number) if isinstance(whole, Affine) else whole)
+                fitted, is_inverse = fit.literal(x, y)
+                value = float(fitted.at(number) if isinstance(fitted, Affine) else fitted)
                 if not math.isclose(1 / value if is_inverse else value, z, rel_tol=1e-6):
                     return False
         return True

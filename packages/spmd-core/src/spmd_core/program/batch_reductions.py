@@ -1,4 +1,4 @@
-"""How operations sum over the batch, so that each device can sum over its own part of it."""
+"""How an operation's result is a sum over the batch, so that each device can sum its own part."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class BatchSum:
 
     Attributes:
         split: for each operand, the axes that split its dims.
-        once: the operands that are added to the sum, so that one device alone adds them.
-        sources: for each dim of the result, the operands and their dims whose parts make a part of
-            it; empty where a part of the dim is not computed apart.
+        once: the operands that are added to the sum, such as a bias: only one device may add them.
+        sources: for each dim of the result, the (operand, dim) pairs from whose shards a shard of
+            it is computed; empty if it cannot be computed by shards.
     """
 
     split: tuple[dict[int, tuple[int, ...]], ...]
@@ -31,7 +31,7 @@ class BatchSum:
 def batch_sum(
     entry: Entry, result: int, inputs: Sequence[Spec], reduction: Reduction
 ) -> BatchSum | None:
-    """How a result is a sum over the batch; None if it is not, or the parts would not be equal."""
+    """How a result is a sum over the batch; None if it is not, or the batch is split unevenly."""
     traits = entry.traits
     if traits.parts is Parts.NONE:
         return None
@@ -41,7 +41,7 @@ def batch_sum(
     once = _added_once(rule, result, batch)
     following = tuple((i, dim + 1) for i, dim in batch) if sequence else ()
     if traits.rows is Rows.READ and reduction.of_activation:
-        batch = ((0, 0),)  # the rows that each device has
+        batch = ((0, 0),)  # the rows of the table that each device has
     if not batch or (sequence and not _is_summed(rule, result, following)):
         return None
     batch_axes = tuple(axis for axis in reduction.batch_axes if axis not in sequence)
@@ -56,7 +56,7 @@ def batch_sum(
     for dim, axes in reduction.others:
         scattered = () if dim != reduction.dim or reduction.axis is None else (reduction.axis,)
         if scattered and shape[dim] % reduction.size((*axes, *scattered)):
-            return None  # the padding would lie within the dim
+            return None  # the padding of uneven shards would lie inside the dim
         if dim == 0 and traits.rows is Rows.WRITTEN:
             continue
         if not sources[dim]:
@@ -74,8 +74,8 @@ def batch_sum(
 def _batch(rule: DimRule, result: int, *, of_activation: bool) -> tuple[_OperandDim, ...]:
     """The dims of operands that are the batch; empty if the result is no sum over it.
 
-    The batch of data is the first dim, but for matrices, which may be transposed. What an
-    activation sums over, which stands for the batch, is all that it sums over.
+    The batch is the first dim of an operand; of a matrix, which may be transposed, either dim. For
+    an activation, whose features stand for the batch, all dims that it sums over are the batch.
     """
     for own in rule.operands:
         for factors in own:
@@ -91,7 +91,7 @@ def _batch(rule: DimRule, result: int, *, of_activation: bool) -> tuple[_Operand
 
 
 def _is_summed(rule: DimRule, result: int, places: Sequence[_OperandDim]) -> bool:
-    """Whether these dims exist, are one dim of the operation, and the result is a sum over it."""
+    """Whether these dims exist, have the same factors, and the result is a sum over them."""
     found = {rule.operands[i][dim] for i, dim in places if dim < len(rule.operands[i])}
     if len(found) != 1:
         return False

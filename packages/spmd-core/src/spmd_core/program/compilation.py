@@ -1,4 +1,4 @@
-"""From a recorded graph to a program: lowers and compiles, again with other settings if need be."""
+"""Lowers and compiles a recorded graph, again with more of it replicated if XLA fails."""
 
 import time
 import warnings
@@ -16,17 +16,17 @@ from spmd_core.program import ir, tensor_names
 from spmd_core.program.lower import Lowered, lower
 from spmd_core.program.program import Program, explained, new_record
 from spmd_core.program.program_graph import RecordedGraph
-from spmd_core.program.target import Target, Whole
+from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import abstract, devices, interrupts
 from spmd_core.runtime.jax_sharding import replicated
 
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
 _PASSES_WITHOUT_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
 _COSTS = {
-    Whole.INDICES: "may move more bytes. Give a table and what is looked up in it marks that split "
-    "their last dim over the same axes.",
-    Whole.EVERYTHING: "takes the memory and the time of one device. Mark its tensors otherwise, or "
-    "call spmd.sync() between its operations to find the one.",
+    Replicated.INDICES: "may move more bytes. Mark a table and what is looked up in it so that "
+    "both split their last dim over the same axes.",
+    Replicated.EVERYTHING: "takes the memory and the time of one device. Mark its tensors in "
+    "another way, or call spmd.sync() between its operations to find the one that causes this.",
 }
 
 
@@ -34,7 +34,7 @@ def compile_lowered(lowered: Lowered) -> Program:
     """Compiles ahead of time.
 
     Raises:
-        JaxRuntimeError: XLA refuses it, for instance as it does not fit.
+        JaxRuntimeError: XLA refuses the program, for instance because it does not fit.
     """
     interrupts.raise_deferred()
     start = time.perf_counter()
@@ -67,25 +67,25 @@ def build(
 ) -> Program:
     """The program of a recorded graph.
 
-    A program that the partitioner makes invalid is lowered again with more kept whole. So is one
-    with results that the partitioner splits unevenly, which jax does not read: with these
-    replicated.
+    A program that the partitioner makes invalid is lowered again with more of it replicated. A
+    program with results that the partitioner splits unevenly, which jax cannot read, is lowered
+    again with these results replicated.
 
     Args:
-        graph: what it computes.
-        name: the program's.
-        compiler: compiles what is lowered; it raises what jax does.
-        names: returns the names of tensors, for an error of memory.
+        graph: the recorded graph.
+        name: the program's name.
+        compiler: compiles a lowered program; it raises jax's errors.
+        names: returns the names of tensors, for the error that memory ran out.
 
     Raises:
-        DeviceMemoryError: it does not fit.
-        ProgramError: it cannot be compiled otherwise.
+        DeviceMemoryError: the program does not fit the device's memory.
+        ProgramError: the program cannot be compiled for another reason.
     """
-    levels, refusal = iter(Whole), None
-    whole = next(levels)
+    levels, refusal = iter(Replicated), None
+    replicated_part = next(levels)
     while True:
         recorded = ir.Graph.of(graph)
-        target = Target.of(recorded, whole=whole)
+        target = Target.of(recorded, replicated_part=replicated_part)
         try:
             program = compiler(lower(recorded, target, name))
         except jax.errors.JaxRuntimeError as error:
@@ -94,18 +94,18 @@ def build(
             more = next(levels, None) if is_invalid else None
             if more is None:
                 raise explained(refusal, graph, new_record(graph, name), names) from refusal
-            whole = more
+            replicated_part = more
             continue
         even = _with_even_results(program)
         if even is graph:
             break
         graph, refusal = even, None
-    if whole is not Whole.NOTHING:
-        counters.count(f"programs_with_whole_{whole.name.lower()}")
+    if replicated_part is not Replicated.NOTHING:
+        counters.count(f"programs_with_whole_{replicated_part.name.lower()}")
         warnings.warn(
             f"XLA's partitioner made program {name} ({len(graph.nodes)} ops on "
-            f"{len(graph.device_ids)} devices) invalid. It was compiled with {whole.value} "
-            f"whole on each device, which {_COSTS[whole]}",
+            f"{len(graph.device_ids)} devices) invalid. It was compiled with "
+            f"{replicated_part.value} replicated, which {_COSTS[replicated_part]}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -132,14 +132,14 @@ def compile_options(graph: RecordedGraph) -> dict[str, Any]:
         name: value if isinstance(value, bool) else str(value) for name, value in graph.options
     }
     if devices.platform() == "cpu":
-        # The CPU's compiler would drop what keeps a block apart from the tensor that it is written
-        # into (ops/kernels/blocks.py). It then has no code for barriers in loops of less than a
-        # kilobyte, which it would write as one function.
+        # The first of these passes removes optimization barriers, which keep a block and the tensor
+        # that it is written into apart (ops/kernels/blocks.py). The second one outlines while loops
+        # of less than a kilobyte, for which the CPU backend has no code if they have barriers.
         passes = (options.get(_SKIPPED_PASSES), *_PASSES_WITHOUT_BARRIERS)
         options[_SKIPPED_PASSES] = ",".join(str(name) for name in passes if name)
-        # The CPU's default order starts operations early that later ones read, such as the gathers
-        # of all parameters: for GPT-2 on 8 devices that takes a quarter more memory, and no less
-        # time.
+        # The CPU backend's default scheduler starts operations long before they are read, such as
+        # the gathers of all parameters: GPT-2 on 8 devices takes a quarter more memory with it, and
+        # no less time.
         options.setdefault("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
     plan = abstract.run()
     if plan is not None:
@@ -148,7 +148,7 @@ def compile_options(graph: RecordedGraph) -> dict[str, Any]:
 
 
 def _analyse(compiled: Any, record: counters.ProgramRecord) -> None:
-    """Notes what the compiler tells of memory and cost."""
+    """Records the compiler's memory and cost analysis."""
     memory = compiled.memory_analysis()
     if memory is not None:
         record.argument_bytes = memory.argument_size_in_bytes
@@ -168,10 +168,10 @@ def _analyse(compiled: Any, record: counters.ProgramRecord) -> None:
 
 @contextmanager
 def _metadata_in_disk_cache_key(graph: RecordedGraph) -> Iterator[None]:
-    """Inside, jax's disk cache tells programs apart by names and lines, if the graph has origins.
+    """Inside, the key of jax's disk cache has names and source lines, if the graph has origins.
 
-    By default these are not in jax's key: a program with origins could get the names and lines of
-    another one.
+    By default jax leaves metadata out of its key, so a program with origins could be loaded with
+    the names and lines of another program.
     """
     flag = "jax_compilation_cache_include_metadata_in_key"
     before = jax.config.values[flag]

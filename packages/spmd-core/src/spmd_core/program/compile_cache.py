@@ -1,4 +1,4 @@
-"""The cache of compiled programs; its keys have named fields, so that a miss can be explained."""
+"""The cache of compiled programs; its keys have named fields, to explain cache misses."""
 
 import functools
 import gc
@@ -25,21 +25,21 @@ from spmd_core.source_lines import Origin
 
 
 class Key(NamedTuple):
-    """Everything that a program depends on. Entries are interned: `structure` compares by identity.
+    """Everything that a program depends on. Entries are interned, so they compare by identity.
 
     Attributes:
         structure: each node's entry, followed by the value numbers of its inputs.
-        leaves: spec and placement of each input.
-        outputs: value number, spec and placement of each result.
+        leaves: the spec and placement of each input.
+        outputs: the value number, spec and placement of each result.
         donated: positions of the donated inputs.
         device_ids: the program's devices.
-        origins: each node's origin, which the program's operations are named after; `()` where
+        origins: each node's origin, after which the program's operations are named; `()` if
             `config.record_source_lines` was off.
         options: `config.compiler_options`, sorted by name.
         checks_indices: `config.check_indices`.
-        bound: the greatest size of a program for growing sizes; the other fields are then those of
-            one size. None for any other program.
-        slopes: of such a program, how the integers of the other fields depend on the size.
+        bound: for a program for growing sizes, the greatest size; the other fields are then those
+            of one size. None for any other program.
+        slopes: for such a program, how the integers of the other fields depend on the size.
     """
 
     structure: tuple[Entry | int, ...]
@@ -56,7 +56,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is kept of a compilation, even after its program was dropped from the cache."""
+    """The record of a compilation; it is kept even if the program is dropped from the cache."""
 
     key: Key
     graph: RecordedGraph
@@ -72,18 +72,18 @@ observers: list[Callable[[Compiled], None]] = []
 # At most `config.max_programs`.
 # Guarded by: the graph lock. Cleared by: compile_cache.clear().
 _programs: OrderedDict[Key, Program] = OrderedDict()
-# Below this number of free memory maps, programs are dropped before the next one is compiled. It is
-# more than any program seen so far needs, and leaves room for what else the process maps.
+# With fewer free memory maps than this, programs are dropped before the next one is compiled. The
+# number is more than any program seen so far needs, and leaves some for the rest of the process.
 _MIN_FREE_MAPS = 20_000
-# Programs dropped since jax's caches were cleared, and the number at which they are, where jax
-# would keep the programs.
+# The number of programs dropped since jax's caches were last cleared, and the number at which they
+# are cleared, for releases of jax that keep programs alive.
 # Guarded by: the graph lock.
 # Cleared by: never: only the next clearing of jax's caches depends on it.
 _num_dropped = 0
 _MAX_DROPPED = 64
 
 
-def find(key: Key) -> Program | None:
+def cached(key: Key) -> Program | None:
     """The key's program; None if it is not in the cache."""
     program = _programs.get(key)
     if program is not None:
@@ -93,11 +93,11 @@ def find(key: Key) -> Program | None:
 
 
 def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program:
-    """The key's program; on a miss it is built of a graph, with this name.
+    """The key's program; on a miss it is built from the graph, under this name.
 
     Beyond `config.max_programs`, the least recently used program is dropped.
     """
-    program = find(key)
+    program = cached(key)
     if program is not None:
         return program
     _make_room()
@@ -115,8 +115,8 @@ def _make_room() -> None:
     """Drops the less recently used half of the programs if few memory maps are left.
 
     XLA's CPU backend loads a program's code into memory maps of its own, over a thousand for a
-    large program, and crashes the process when Linux grants no more (65,530 by default). Not needed
-    any more once XLA reports this as an error.
+    large program, and crashes the process when Linux grants no more (65,530 by default). This can
+    go once XLA reports that as an error.
     """
     free = devices.free_memory_maps()
     if free is None or free >= _MIN_FREE_MAPS:
@@ -126,15 +126,16 @@ def _make_room() -> None:
 
 
 def _drop(number: int, *, now: bool = False) -> None:
-    """Drops the least recently used programs; with `now`, their memory is wanted at once."""
+    """Drops the least recently used programs; with `now`, frees their memory at once."""
     global _num_dropped
     for _ in range(number):
         _programs.popitem(last=False)
         counters.count("programs_dropped")
         _num_dropped += 1
     if (now or _num_dropped >= _MAX_DROPPED) and _jax_keeps_programs():
-        # All of jax's caches: there is no public way to one of them. Functions that the user
-        # compiled with jax.jit compile again, so this is done for several programs at once.
+        # This clears all of jax's caches, as there is no public way to clear a single one.
+        # Functions that the user compiled with jax.jit compile again, so it is done for several
+        # programs at once.
         jax.clear_caches()
         _num_dropped = 0
 
@@ -143,9 +144,9 @@ def _drop(number: int, *, now: bool = False) -> None:
 def _jax_keeps_programs() -> bool:
     """Whether jax keeps a program that nothing else refers to.
 
-    With `keep_unused=True`, a cache of jax 0.12 maps the traced function weakly to itself, so that
-    neither it nor its program is freed (`_dce_jaxpr`; jax 0.10 made a new object). Not needed any
-    more once no tested release of jax does this.
+    With `keep_unused=True`, a weak cache of jax 0.12 maps the traced function to itself, so that
+    neither it nor its program is ever freed (`_dce_jaxpr`; jax 0.10 made a new object). This can go
+    once no tested release of jax does this.
     """
     traced = jax.jit(lambda x: x, keep_unused=True).trace(jax.ShapeDtypeStruct((), np.float32))
     traced.lower()

@@ -1,4 +1,4 @@
-"""Sharding constraints inside a program, also of dims whose shards are not all of one size."""
+"""Sharding constraints inside a program, also of dims that are split unevenly."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,11 +11,11 @@ from spmd_core.sharding.sharding import Sharding
 
 
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
-    """A sharding constraint that also holds for dims that their number of shards does not divide.
+    """A sharding constraint that also holds for dims that are split unevenly.
 
-    jax ignores the constraint on such dims without a message, so `x` is padded, constrained and cut
-    back to its shape. A dim of one element is left out: there is nothing to split, and the
-    partitioner crashes on some reshapes of such dims.
+    jax silently ignores the constraint on such dims, so `x` is padded, constrained, and sliced back
+    to its shape. A dim of one element is left out: there is nothing to split, and the partitioner
+    crashes on some reshapes of such dims.
     """
     if 1 in x.shape:
         axes = [None if n == 1 else axis for n, axis in zip_longest(x.shape, named.spec)]
@@ -31,7 +31,8 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
 def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> jax.Array:
     """A sharding constraint along some axes of a mesh; the partitioner chooses the others.
 
-    It is a manual region over these axes that does nothing: jax's constraints speak of all axes.
+    It is written as a manual region over these axes that does nothing, because jax's constraints
+    fix all axes.
     """
     names = jax_axis_names(sharding.mesh)
     dims = (() if n == 1 else axes for n, axes in zip(x.shape, sharding.dims))
@@ -51,8 +52,8 @@ def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> j
     return jax.lax.slice(mapped(wide), (0,) * x.ndim, x.shape)
 
 
-def with_whole_block_dims(x: jax.Array, num: int) -> jax.Array:
-    """A block whose last `num` dims are whole, along the axes that are not a region's."""
+def replicate_last_block_dims(x: jax.Array, num: int) -> jax.Array:
+    """Inside a manual region: a block whose last `num` dims no other axis splits."""
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
     spec = jax.sharding.PartitionSpec(*([free] * (x.ndim - num)), *([None] * num))
     return jax.lax.with_sharding_constraint(x, spec)

@@ -1,16 +1,17 @@
 """The dims of an operation: which dims of operands are which dims of results, and what is summed.
 
-XLA's partitioner has a rule for each operation of StableHLO, which Shardy hands out: the dims of
-operands and results as factors, of which some are summed, some exchange their borders (halos), and
-some have to be whole. Here an entry's kernel is lowered on its own, and the rules of its operations
-are joined to one for the entry.
+Shardy has a sharding rule for each StableHLO operation. It describes the dims of operands and
+results as factors, of which some are summed (reduction factors), some exchange halos, and some need
+replication. Here an entry's kernel is lowered on its own, and the rules of its StableHLO operations
+are composed into one rule for the entry.
 
-Derived, and not written beside each kernel: one composition serves every operation, a user's jax
-functions among them, and cannot disagree with what is lowered. It takes about 6 ms for an entry (2
-to trace it, 4 to lower it), once in a process: little for the operations that a pass asks about, a
-second for all of a large program. So a pass asks late, and about few. What no rule tells is a trait
-(`ops.kernels.traits`): for instance that a kernel computes a part of a sum from parts of operands,
-which a mean, divided by the size that it sees, does not.
+The rules are derived, and not written beside each kernel: one composition serves every operation,
+including a user's jax functions, and cannot disagree with what is lowered. It takes about 6 ms for
+an entry (2 to trace it, 4 to lower it), once in a process. That is little for the operations that a
+pass asks about, but a second for all operations of a large program, so a pass should ask late, and
+about few. What no sharding rule tells is a trait (`ops.kernels.traits`): for instance whether a
+kernel, given parts of its operands, computes a part of the sum. A mean does not, as it divides by
+the size of the part.
 """
 
 import math
@@ -40,12 +41,12 @@ class DimRule:
         sizes: the number of elements along each factor.
         operands: the factors of each operand's dims.
         results: the factors of each result's dims.
-        sums: for each result the factors that it is a sum over: the results for parts of these add
-            up to it, of halos with what moves. To each the operands that do not have the factor
-            and are added to the sum, so that one part alone adds them.
-        reduced: for each result all factors over which something is reduced on the way to it.
-        halos: factors along which elements move, as to the windows of a convolution.
-        whole: factors that are not split without gathering them first.
+        sums: for each result, the factors that it is a sum over: partial results, one for each part
+            of such a factor, add up to the result. With each factor come the operands that lack it
+            and are added to the sum, such as a bias: only one part may add them.
+        reduced: for each result, all factors over which something is reduced to compute it.
+        halos: factors along which devices exchange elements, as for the windows of a convolution.
+        replicated: factors that must be gathered first, if they are split.
     """
 
     sizes: tuple[int, ...]
@@ -54,18 +55,19 @@ class DimRule:
     sums: tuple[Mapping[int, frozenset[int]], ...]
     reduced: tuple[frozenset[int], ...]
     halos: frozenset[int]
-    whole: frozenset[int]
+    replicated: frozenset[int]
 
     def sources(self, result: int, dim: int) -> tuple[tuple[int, int], ...]:
-        """The operands and their dims whose blocks make the blocks of a result's dim."""
+        """The (operand, dim) pairs from whose shards the shards of a result's dim are computed."""
         return self.dims_of(self.results[result][dim])
 
     def dims_of(self, factors: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """The operands and their dims that have these factors; none of factors that have to move.
+        """The (operand, dim) pairs that have exactly these factors.
 
-        Nor if another dim has some of them.
+        Empty for factors that need a halo exchange or replication, and if some other dim has only
+        a part of them.
         """
-        moving = self.halos | self.whole
+        moving = self.halos | self.replicated
         if not factors or not moving.isdisjoint(factors):
             return ()
         found = [
@@ -80,7 +82,7 @@ class DimRule:
 
 
 def dims(entry: Entry, operands: Sequence[Spec]) -> DimRule:
-    """The dims of an operation on operands of these specs; kept with the entry."""
+    """The rule of an operation on operands of these specs; cached on the entry."""
     if entry.dims is None:
         entry.dims = _rule(entry, operands)
     found: DimRule = entry.dims
@@ -88,7 +90,7 @@ def dims(entry: Entry, operands: Sequence[Spec]) -> DimRule:
 
 
 def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
-    if entry.border is not None:  # of a manual region: the fold crosses it
+    if entry.border is not None:  # a region entry or exit, which has no kernel to lower
         return _Module({}).rule(operands, entry)
     arrays = [jax.ShapeDtypeStruct(x.shape, dtypes.to_jax(x.dtype)) for x in operands]
     types = {float: np.float64, int: np.int64, bool: np.bool_, complex: np.complex128}
@@ -111,28 +113,28 @@ def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
         return _Module(functions).rule(operands, entry)
 
 
-# Joining the rules of StableHLO's operations.
+# Composing the rules of StableHLO operations.
 
 
 class _Factor:
-    """A factor, until all rules are joined: it may turn out to be another one, or several."""
+    """A factor. While rules are composed, it may be unified with another one, or with several."""
 
-    __slots__ = ("has_halo", "is_whole", "parts", "size")
+    __slots__ = ("has_halo", "is_replicated", "parts", "size")
 
-    def __init__(self, size: int, *, has_halo: bool = False, is_whole: bool = False) -> None:
-        self.size, self.has_halo, self.is_whole = size, has_halo, is_whole
+    def __init__(self, size: int, *, has_halo: bool = False, is_replicated: bool = False) -> None:
+        self.size, self.has_halo, self.is_replicated = size, has_halo, is_replicated
         self.parts: tuple[_Factor, ...] = ()
 
     def become(self, *parts: "_Factor") -> None:
-        """Turns out to be other factors."""
+        """Unifies this factor with one other, or splits it into several."""
         for part in parts:
             part.has_halo |= self.has_halo
-            # The elements of a dim with halos have no fixed places in parts of it.
-            part.is_whole |= self.is_whole or (self.has_halo and len(parts) > 1)
+            # If a dim with halos is split into parts, its elements move between the parts.
+            part.is_replicated |= self.is_replicated or (self.has_halo and len(parts) > 1)
         self.parts = parts
 
     def last(self) -> "Iterator[_Factor]":
-        """The factors that it is, as far as known."""
+        """The factors that it has been unified with so far; itself if there are none."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -144,7 +146,7 @@ def _last(factors: Iterable[_Factor]) -> list[_Factor]:
 
 
 def _equate(left: Sequence[_Factor], right: Sequence[_Factor]) -> None:
-    """Two lists of factors of one dim are the same."""
+    """Unifies two lists of factors of the same dim."""
     pending, others = _last(left), _last(right)
     while pending and others:
         (a, *pending), (b, *others) = _last(pending), _last(others)
@@ -165,7 +167,7 @@ def _equate(left: Sequence[_Factor], right: Sequence[_Factor]) -> None:
             pending, others = [a, *pending], [b, *others]
             break
     for factor in _last((*pending, *others)):
-        factor.is_whole = True
+        factor.is_replicated = True
 
 
 @dataclass
@@ -174,10 +176,11 @@ class _Value:
 
     Attributes:
         dims: the factors of its dims.
-        sums: the factors that it is a sum over, each with the operands that are added once.
-        reduced: the other factors over which something was reduced on the way to it.
-        operand: the operand of the entry that it is a copy of, in any shape or dtype; or None.
-        is_zero: whether it is zeros.
+        sums: the factors that it is a sum over, each with the operands that only one part may add.
+        reduced: the other factors over which something was reduced to compute it.
+        operand: the number of the entry's operand that it is a copy of, in any shape or dtype;
+            None if it is no copy.
+        is_zero: whether all its elements are known to be zero.
     """
 
     dims: list[list[_Factor]]
@@ -187,19 +190,21 @@ class _Value:
     is_zero: bool = False
 
     @staticmethod
-    def of_shape(shape: Sequence[int], *, is_whole: bool = False, **facts: Any) -> "_Value":
-        return _Value([[_Factor(n, is_whole=is_whole)] if n > 1 else [] for n in shape], **facts)
+    def of_shape(shape: Sequence[int], *, is_replicated: bool = False, **facts: Any) -> "_Value":
+        return _Value(
+            [[_Factor(n, is_replicated=is_replicated)] if n > 1 else [] for n in shape], **facts
+        )
 
     def factors(self) -> set[_Factor]:
-        """Those of all dims."""
+        """The factors of all dims."""
         return {*_last(factor for dim in self.dims for factor in dim)}
 
     def summed(self) -> dict[_Factor, frozenset[int]]:
-        """`sums`, by what the factors have become."""
+        """`sums`, by the factors that those have been unified with."""
         return {x: once for factor, once in self.sums.items() for x in factor.last()}
 
     def depends_on(self, factor: _Factor) -> bool:
-        """Whether its parts differ along a factor, or need all of it."""
+        """Whether it has a factor as a dim, or was reduced over it."""
         return factor in self.factors() or factor in {*_last(self.reduced)}
 
 
@@ -217,23 +222,24 @@ _ADDITIONS = ("stablehlo.add", "stablehlo.subtract", "stablehlo.concatenate")
 
 
 class _Module:
-    """Walks over the functions of a module, by name."""
+    """Interprets the functions of a module, given by name."""
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self._functions = functions
 
     def rule(self, operands: Sequence[Spec], entry: Entry) -> DimRule:
-        """The rule for an entry, whose kernel is the module's main function."""
+        """The rule of an entry, whose kernel is the module's main function."""
         given = [_Value.of_shape(x.shape, operand=i) for i, x in enumerate(operands)]
         if "main" in self._functions:
             main = self._functions["main"].regions[0].blocks[0]
             numbers = [_Value.of_shape(()) for _ in range(len(main.arguments) - len(given))]
             made = self._block(main, [*given, *numbers])
         else:
-            made = [_Value.of_shape(x.shape, is_whole=True) for x in entry.outs]
+            made = [_Value.of_shape(x.shape, is_replicated=True) for x in entry.outs]
             for factor in (x for value in given for x in value.factors()):
-                factor.is_whole = True
-        # What a gradient does not read is split as it is: its other results fit then, too.
+                factor.is_replicated = True
+        # A gradient is split like its operand, even if it does not read that operand, so that the
+        # shardings of all results fit together.
         for result, operand in enumerate(entry.traits.gradients):
             position = result if entry.structure is None else entry.structure[result]
             if position is not None:
@@ -266,17 +272,17 @@ class _Module:
             return [_elementwise(operands, value) for value in made]
         if op.name == "stablehlo.constant":
             made[0].is_zero = _is_zero(op.attributes["value"])
-        if operands:  # such as a loop
+        if operands:  # for instance a while loop: nothing is known
             read = {factor for value in operands for factor in value.factors()}
             for value in made:
                 value.reduced = read.union(*(x.reduced | {*x.summed()} for x in operands))
             for factor in read.union(*(value.factors() for value in made)):
-                factor.is_whole = True
+                factor.is_replicated = True
         return made
 
 
 def _inside(op: Any) -> Iterator[Any]:
-    """What the operations inside an operation read, such as those of a conditional's branches."""
+    """The operands of the operations in the regions of an operation, such as a conditional."""
     for region in op.regions:
         for block in region.blocks:
             for child in block.operations:
@@ -285,11 +291,11 @@ def _inside(op: Any) -> Iterator[Any]:
 
 
 def _elementwise(operands: list[_Value], made: _Value) -> _Value:
-    """The result of a function of StableHLO's client operations, such as `chlo.erf`."""
+    """The result of an elementwise CHLO operation, such as `chlo.erf`, which has no rule."""
     for value in operands:
         made.reduced |= value.reduced | {*value.summed()}
         for factor in value.factors() if len(value.dims) != len(made.dims) else ():
-            factor.is_whole = True
+            factor.is_replicated = True
         for known, own in zip(value.dims, made.dims):
             if known and own:
                 _equate(known, own)
@@ -302,16 +308,16 @@ def _shape(value: Any) -> Sequence[int]:
 
 def _is_zero(value: Any) -> bool:
     is_splat = isinstance(value, ir.DenseElementsAttr) and value.is_splat
-    # Of a complex number, jaxlib hands out no value.
+    # jaxlib does not give the value of a complex constant.
     return is_splat and getattr(value.get_splat_value(), "value", None) == 0
 
 
 def _ruled(op: Any, operands: list[_Value], rule: Any) -> list[_Value]:
-    """The results of an operation that has a rule."""
+    """The results of an operation that has a sharding rule."""
     moving = {*rule.permutation_factors, *rule.blocked_propagation_factors}
-    whole = {*rule.need_replication_factors}
+    replicated = {*rule.need_replication_factors}
     factors = [
-        _Factor(size, has_halo=i in moving, is_whole=i in whole)
+        _Factor(size, has_halo=i in moving, is_replicated=i in replicated)
         for i, size in enumerate(rule.factor_sizes)
     ]
 
@@ -328,7 +334,7 @@ def _ruled(op: Any, operands: list[_Value], rule: Any) -> list[_Value]:
         for known, own in zip(value.dims, dims(mapping, _shape(x))):
             if known and own:
                 _equate(known, own)
-            elif known or own:  # a dim of one element becomes a longer one
+            elif known or own:  # a dim of one element becomes longer, by padding for instance
                 for factor in _last((*known, *own)):
                     factor.has_halo = True
     made = [
@@ -351,7 +357,7 @@ def _ruled(op: Any, operands: list[_Value], rule: Any) -> list[_Value]:
 
 
 def _adds_up(op: Any, operands: list[_Value]) -> bool:
-    """Whether an operation adds up what it reduces, and nothing else to that."""
+    """Whether an operation is a sum over its reduction factors, without an initial value."""
     if op.name in _PRODUCTS:
         return True
     if op.name == "stablehlo.reduce":
@@ -360,16 +366,17 @@ def _adds_up(op: Any, operands: list[_Value]) -> bool:
 
 
 def _has_sum(op: Any) -> bool:
-    """Whether the computation of a reduction or scatter is the sum of two numbers."""
+    """Whether the region of a reduction or scatter adds its two arguments."""
     (block,) = op.regions[0].blocks
     names = [child.operation.name for child in block.operations]
     return names == ["stablehlo.add", "stablehlo.return"] and len(op.results) == 1
 
 
 def _once(op: Any, operands: list[_Value], factor: _Factor) -> frozenset[int] | None:
-    """What the result of an operation on sums over a factor adds once; None if it is no such sum.
+    """The operands that only one part may add, if the operation's result is a sum over the factor.
 
-    It is one if the operation is linear in the sums.
+    Some of the operation's operands are sums over it. Its result is one, too, if the operation is
+    linear in them; if it is not, this returns None.
     """
     sums = [i for i, value in enumerate(operands) if factor in value.summed()]
     others = [value for i, value in enumerate(operands) if i not in sums]
@@ -395,7 +402,7 @@ def _once(op: Any, operands: list[_Value], factor: _Factor) -> frozenset[int] | 
 
 
 def _keeps_fractions(op: Any) -> bool:
-    """Whether a conversion is none of floats to integers."""
+    """Whether a conversion is linear: one from floats to integers truncates."""
     before, after = (x.type.element_type for x in (*op.operands, *op.results))
     return not isinstance(after, ir.IntegerType) or isinstance(before, ir.IntegerType)
 
@@ -403,11 +410,11 @@ def _keeps_fractions(op: Any) -> bool:
 def _numbered(operands: Sequence[_Value], results: Sequence[_Value]) -> DimRule:
     """The rule, once all factors are known."""
     values = [*operands, *results]
-    # A factor of two dims of one tensor, such as a matrix that is read by its diagonal.
+    # A factor that two dims of one tensor share: for instance, a matrix whose diagonal is read.
     for value in values:
         own = _last(factor for dim in value.dims for factor in dim)
         for factor in own:
-            factor.is_whole |= own.count(factor) > 1
+            factor.is_replicated |= own.count(factor) > 1
     used = [x for value in values for x in _last(factor for dim in value.dims for factor in dim)]
     number = {factor: i for i, factor in enumerate(dict.fromkeys(used))}
 
@@ -429,5 +436,5 @@ def _numbered(operands: Sequence[_Value], results: Sequence[_Value]) -> DimRule:
         tuple(sums),
         tuple(reduced),
         frozenset(i for factor, i in number.items() if factor.has_halo),
-        frozenset(i for factor, i in number.items() if factor.is_whole),
+        frozenset(i for factor, i in number.items() if factor.is_replicated),
     )

@@ -1,4 +1,4 @@
-"""The cut: computes everything that is pending and still held, in one program."""
+"""The cut: computes all pending tensors that are still referenced, in one program."""
 
 import threading
 from bisect import bisect_right
@@ -41,9 +41,8 @@ from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
-# Context managers around the cut that ends a step; they are exited even if the cut fails. A module
-# that this one must not import registers here to take part in every step.
-# Guarded by: imports. Cleared by: never.
+# Context managers around the cut that ends a step; they are exited even if the cut fails. Modules
+# of upper layers register here to take part in every step. Guarded by: imports. Cleared by: never.
 around_step: list[Callable[[], AbstractContextManager[None]]] = []
 
 
@@ -52,12 +51,12 @@ class CutGuard:
     """What a region of the user's program (`steps.compile`) requires of the cuts inside it.
 
     Attributes:
-        label: the beginning of the names of programs that are compiled inside.
+        label: the prefix of the names of programs that are compiled inside.
         before_cut: called before a cut; if it raises, everything stays pending.
         before_program: called with the program's key, before the program is looked up or compiled;
             if it raises, the cut has failed.
-        after_program: called with the same key once the program is compiled: one that cannot be
-            compiled leaves nothing behind.
+        after_program: called with the same key once the program is compiled; not called for a
+            program that cannot be compiled.
     """
 
     label: str
@@ -67,7 +66,7 @@ class CutGuard:
 
 
 class _ThreadState(threading.local):
-    """What a thread's cuts depend on.
+    """The state of a thread on which its cuts depend.
 
     Attributes:
         cut_guard: set and reset by the region (`steps.compile`); None outside of any region.
@@ -82,17 +81,20 @@ this_thread = _ThreadState()
 
 
 def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
-    """Computes every tensor that this thread has left pending and that is held, in one program.
+    """Computes all pending tensors of this thread that are still referenced, in one program.
 
-    So it does with what threads that have ended left pending, and with what the values depend on,
-    whichever thread recorded it. Does not wait for the devices unless `wait` is true. Where the
-    program fails, the tensors that have no pending operation in common run as programs of their
-    own, so that a failure stays with the tensors that it is about. These stay pending, with every
-    write that was made to them: a later cut leaves them out, and reading one tries again.
+    Pending tensors of threads that have ended are computed, too, and so are the values that all of
+    these depend on, whichever thread recorded them. Does not wait for the devices unless `wait` is
+    true.
+
+    If the program fails, tensors that share no pending operation are computed by separate programs,
+    so that a failure affects only the tensors that it concerns. These stay pending, with every
+    write that was made to them: later cuts leave them out, and reading one tries again.
 
     Args:
         wait: whether to wait until the devices are done.
-        wanted: a storage that is about to be read: only a failure of its own program raises.
+        wanted: a storage that is about to be read. If given, only a failure of its own program
+            raises.
 
     Raises:
         DeviceMemoryError, ProgramError: a program could not be compiled or run.
@@ -118,7 +120,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
                 raise
             except Exception as error:
                 _execute_apart(live, error, wanted)
-            except BaseException:  # an interruption, which loses nothing
+            except BaseException:  # an interruption: everything stays pending
                 _request(live)
                 raise
     if wait:
@@ -127,19 +129,20 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
 
 
 def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
-    """Computes the first operations that are pending, one program for each piece of a repetition.
+    """Computes the first pending operations, which repeat themselves, one repetition at a time.
 
-    The pieces do the same, so that they share a program. Does not wait.
+    All repetitions have the same operations, so that they share one program. Does not wait.
 
     Args:
-        live: what is pending.
-        nodes: all operations that it needs, in the order of recording.
-        positions: where each piece ends, ascending; what follows the last one stays pending.
-        period: after how many operations they repeat themselves.
+        live: the pending storages.
+        nodes: all operations that they need, in the order of recording.
+        positions: where each repetition ends, ascending; operations after the last one stay
+            pending.
+        period: the number of operations after which they repeat.
 
     Raises:
-        DeviceMemoryError, ProgramError: a program could not be compiled or run. All pieces that did
-            not run are still pending.
+        DeviceMemoryError, ProgramError: a program could not be compiled or run. All repetitions
+        that did not run are still pending.
     """
     position_of = {node: i for i, node in enumerate(nodes)}
     last_use: dict[Value, int] = {}
@@ -147,7 +150,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
         for value in node.inputs:
             last_use[value] = i
     holder = {s.value: s for s in live}
-    # An intermediate state lies as the tensor whose last state is computed by the same operation.
+    # Intermediate loop state is sharded like the final state that the same operation computes.
     alike: dict[tuple[int, int, Any], Storage] = {}
     for s in live:
         node, index = result_of(s.value)
@@ -172,7 +175,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             _count_cut()
             counters.count("automatic_cuts")
             with counters.timed(counters.Activity.PLANNING):
-                # A later piece may read the same leaves.
+                # A later repetition may read the same leaves.
                 _execute(
                     sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]),
                     donates=False,
@@ -181,16 +184,15 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
 
 
 def roll_back() -> int:
-    """Gives up pending writes whose programs failed in this thread: the tensors are as before.
+    """Drops pending writes whose programs failed in this thread.
 
-    That is, as after the last cut.
-
-    For a program that catches an error and goes on, such as one that runs out of memory and then
-    takes a smaller batch. Without this call nothing is lost, and whatever uses these writes fails
-    again. New tensors, which have no earlier value, stay as they are. Does not wait.
+    The tensors then have the values that they had after the last cut. This is for code that catches
+    an error and continues, for instance with a smaller batch after memory ran out. Without this
+    call the writes stay pending, and whatever reads them fails again. New tensors, which have no
+    earlier value, stay pending. Does not wait.
 
     Returns:
-        How many tensors have an earlier value again.
+        The number of tensors that have an earlier value again.
     """
     with lock:
         count = 0
@@ -215,7 +217,7 @@ def _request(live: list[Storage]) -> None:
 
 
 def _is_deleted(value: Value) -> bool:
-    """Whether the value's buffer went to a program that failed."""
+    """Whether the value's buffer was donated to a program that failed."""
     return isinstance(value.data, (jax.Array, AbstractArray)) and value.data.is_deleted()
 
 
@@ -242,9 +244,9 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     for leaf in leaves:
         if _is_deleted(leaf):
             raise ProgramError(
-                f"the data of a {leaf.spec!r} tensor went to a program that failed after its start,"
-                " and what is computed from it is lost. Load these tensors anew, or from a "
-                "checkpoint."
+                f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
+                "its start, so it is lost with all that was computed from it. Load these tensors "
+                "again, for instance from a checkpoint."
             )
     if this_thread.cut_guard is not None:
         this_thread.cut_guard.before_program(planned.key)
@@ -255,7 +257,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     if abstract.run() is not None:
         program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
     else:
-        program = compile_cache.find(planned.key)
+        program = compile_cache.cached(planned.key)
     key, bounded = planned.key, None
     try:
         if program is None:
@@ -263,7 +265,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             if bounded is not None:
                 key, targets = bounded.key, bounded.targets
                 ints.append(bounded.number)
-                program = compile_cache.find(key)
+                program = compile_cache.cached(key)
         if abstract.run() is None and config.compare_processes_every_s is not None:
             path.note(key, program, (floats, ints, complexes))
         if program is None:
@@ -278,7 +280,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         for leaf, target in zip(leaves, targets)
     ]
     index_checks.note_reads(leaves)
-    interrupts.raise_deferred()  # not below: what the program took over would be lost
+    # Not any later: the data that was donated to the program would be lost.
+    interrupts.raise_deferred()
     lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
     results = program.run(floats, ints, complexes, arrays, lines)
     checked = index_checks.stamp()
@@ -296,23 +299,23 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
 
 
 def _program_label() -> str:
-    """The beginning of the names of programs."""
+    """The prefix of the names of programs."""
     return "spmd" if this_thread.cut_guard is None else this_thread.cut_guard.label
 
 
 def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
-    """The program for many sizes that computes a cut; None if it needs one of its own."""
+    """The program for growing sizes that computes a cut; None if it needs its own program."""
     if (
         this_thread.cut_guard is not None
         or not config.bound_growing_sizes
         or config.verify_programs
     ):
         return None
-    return growing_sizes.find(planned.key, planned.graph)
+    return growing_sizes.find_program(planned.key, planned.graph)
 
 
 def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
-    """Makes a result the storage's computed value, resharded if the mark has other devices."""
+    """Stores a result as the storage's value, resharded if its mark has other devices."""
     sharding = storage.sharding
     value = storage.value
     value.settle(array, placement, None)
@@ -328,11 +331,11 @@ def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
 def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None) -> None:
     """After the common program of these storages failed, runs one program for each group.
 
-    Raises the error of the group that has `wanted`, or of the first group that fails if nothing is
-    wanted.
+    Raises the error of the group that contains `wanted`; without `wanted`, that of the first group
+    that fails.
     """
     groups = _groups(live)
-    # A region of `compile` is about one program.
+    # A region of `steps.compile` has one program.
     if len(groups) == 1 or this_thread.cut_guard is not None:
         for storage in live:
             storage.fail()
@@ -361,7 +364,7 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
 
 
 def _groups(live: list[Storage]) -> list[list[Storage]]:
-    """The storages, together where they have a pending operation in common; in the given order."""
+    """The storages in groups that share no pending operation, in the given order."""
     group_of: dict[Value, list[Storage]] = {}
     groups: list[list[Storage]] = []
     for storage in live:
@@ -382,7 +385,7 @@ def _groups(live: list[Storage]) -> list[list[Storage]]:
 
 
 def materialize(storage: Storage) -> Value:
-    """The storage's value as a leaf; cuts if it is pending."""
+    """The storage's value, computed by a cut if it is pending."""
     with lock:
         if storage.value.data is None:
             storage.request()
@@ -428,7 +431,7 @@ def upload(storage: Storage) -> None:
     target = device_placement(placement.sharding)
     array = buffers.upload(host, target.device_sharding, padded_shape(value.spec, target.sharding))
     with lock:
-        # In the meantime, the value may have been marked again, or uploaded by a program.
+        # Meanwhile, another thread may have marked the value again, or a program uploaded it.
         if value.placement is placement:
             value.data, value.placement = array, target
 
@@ -451,11 +454,11 @@ def verify() -> Iterator[None]:
     """Inside the block, every program over several devices is compared with itself on one device.
 
     A difference beyond rounding raises `VerificationError`, which names the first operation that
-    differs, its layouts and its line. The tensors stay pending, as after any program that failed.
-    Indices are checked, too (`config.check_indices`). What is pending at the end of the block is
-    computed. For a program that is suspected to be wrong, and for tests: it takes the memory of all
-    tensors on one device, a second compilation, and waits for each program. A program with a manual
-    region is left out, with a warning.
+    differs, its layouts and its source line. The tensors stay pending, as after any program that
+    failed. Indices are checked, too (`config.check_indices`). Pending tensors are computed at the
+    end of the block. This is for programs that are suspected to be wrong, and for tests: it takes
+    the memory of all tensors on one device and a second compilation, and waits for each program. A
+    program with a manual region is left out, with a warning.
 
     Example:
         >>> import torch, spmd_core as spmd

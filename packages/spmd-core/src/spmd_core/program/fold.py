@@ -1,4 +1,4 @@
-"""Folds a program's operations into jax's: each in turn, without knowledge of any pass."""
+"""Evaluates a graph's operations with jax, one after the other, without knowledge of any pass."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.host_memory import in_device_memory
 from spmd_core.ops.kernels.threefry import prng_key
 from spmd_core.program import regions, split_dims
-from spmd_core.program.constraints import constrain, constrain_along, with_whole_block_dims
+from spmd_core.program.constraints import constrain, constrain_along, replicate_last_block_dims
 from spmd_core.program.index_flag import Flag
 from spmd_core.program.ir import Graph, Input, Op, Ref
 from spmd_core.program.operation_names import named
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.splits import Splits
-from spmd_core.program.target import Target, Whole
+from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import interrupts
 from spmd_core.runtime.jax_sharding import jax_partition_spec
 from spmd_core.sharding.sharding import Manual, Sharding
@@ -33,9 +33,9 @@ class Scalars:
     """The scalar inputs of a program, by their positions.
 
     Args:
-        kinds: their types, in the order of recording.
-        packed: the floats, the ints and bools, and the complex numbers, each as one array; those of
-            which there are none are left out.
+        kinds: their Python types, in the order of recording.
+        packed: one array for the floats, one for the ints and bools, and one for the complex
+            numbers; without arrays that would be empty.
     """
 
     def __init__(self, kinds: Sequence[type], packed: Sequence[jax.Array]) -> None:
@@ -47,7 +47,7 @@ class Scalars:
         self._read: list[registry.Number] = []
 
     def __getitem__(self, position: int) -> registry.Number:
-        # Each is taken from its array where the first operation reads it.
+        # A number is sliced from its array when the first operation reads it.
         while len(self._read) <= position:
             kind = self._kinds[len(self._read)]
             value = next(self._sources[int if kind is bool else kind])
@@ -61,9 +61,9 @@ class Fold:
     """The operations of a program as one function.
 
     Args:
-        graph: behind all passes.
+        graph: the graph after all passes.
         target: what it is lowered for.
-        is_for_partitioner: whether operations get the forms that the partitioner gets right.
+        is_for_partitioner: whether to apply the rules for XLA's partitioner (`partitioner_rules`).
     """
 
     def __init__(self, graph: Graph, target: Target, *, is_for_partitioner: bool = True) -> None:
@@ -75,9 +75,9 @@ class Fold:
         self._without_rules: set[Entry] = set()
         self.splits = split_dims.splits(
             target.placed,
-            self._with_whole_last_dims,
+            self._replicate_last_dims,
             self._num_devices,
-            has_whole_indices=target.whole is Whole.INDICES,
+            replicates_indices=target.replicated_part is Replicated.INDICES,
         )
         self._batch = registry.BatchSplit()
         if target.is_split and target.mesh.exists:
@@ -87,7 +87,7 @@ class Fold:
     def __call__(
         self, scalars: Scalars, leaves: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The results, with the padding of uneven shards, and the token."""
+        """The program's results, padded where they are split unevenly, and its token."""
         values = {
             Ref(x): self._without_padding(x, array) for x, array in zip(self._graph.inputs, leaves)
         }
@@ -112,7 +112,7 @@ class Fold:
             key,
             self._num_devices,
             target.split_dims,
-            self._with_whole_last_dims,
+            self._replicate_last_dims,
             op.hint,
             batch=self._batch,
         )
@@ -131,7 +131,7 @@ class Fold:
     def _as_marked(
         self, x: jax.Array, sharding: Sharding, along: tuple[int, ...] | None
     ) -> jax.Array:
-        # A manual region is over all devices of its program, in the program's order.
+        # A manual region must have all devices of its program, in the program's order.
         if along is not None and sharding.mesh.ids == self._target.device_ids:
             return constrain_along(x, *self._with_split_sequences(x, sharding, along))
         return constrain(x, sharding, self._target.mesh(self._target.named(sharding)))
@@ -139,9 +139,9 @@ class Fold:
     def _with_split_sequences(
         self, x: jax.Array, sharding: Sharding, along: tuple[int, ...]
     ) -> tuple[Sharding, tuple[int, ...]]:
-        """A mark that splits the sequence, the second dim, beside the axes that split the data's.
+        """A mark along some axes that splits the sequence dim, which the data's axes split as well.
 
-        These come first. The partitioner would put them behind the mark's.
+        The data's axes come first. The partitioner would put them after those of the mark.
         """
         if x.ndim < 3 or not sharding.dims[1]:
             return sharding, along
@@ -163,7 +163,7 @@ class Fold:
         numbers: list[registry.Number],
         splits: Splits,
     ) -> Sequence[jax.Array]:
-        """The results of an entry's kernel, with the partitioner's rules applied to it."""
+        """The results of an entry's kernel, rewritten by the rules for the partitioner."""
         kernel = entry.kernel
         if entry in self._without_rules:
             return kernel(context, inputs, numbers)
@@ -205,19 +205,20 @@ class Fold:
                     free = jax.sharding.PartitionSpec.UNCONSTRAINED
                     spec = jax.sharding.PartitionSpec(*(axes or free for axes in spec))
                 return [jax.lax.with_sharding_constraint(blocks[0], spec)]
-            # Every device runs the kernel by itself: the context has one device and no split dims.
+            # Every device runs the kernel on its own, so its context has one device, and no dim is
+            # split.
             inner = registry.Context(context.outs, context.platform, key)
             if entry.traits.has_seeds:
                 numbers = [regions.own_seed(manual, seed) for seed in numbers]
             if manual.size == self._num_devices or not self._is_for_partitioner:
                 return list(entry.kernel(inner, blocks, numbers))
-            # The partitioner splits blocks over the other axes.
-            splits = replace(self.splits, keep_whole=with_whole_block_dims)
+            # Over the axes that are not manual, the partitioner may still split the blocks.
+            splits = replace(self.splits, replicate_last_dims=replicate_last_block_dims)
             return list(self._in_safe_forms(entry, inner, blocks, numbers, splits))
 
         local = [operand.manual is not None for operand in op.operands]
         if entry.name == BARRIER:
-            # Outside of jax.shard_map, which would drop an operand whose result is not used.
+            # Not inside of jax.shard_map, which would drop an operand whose result is not used.
             stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
             return list(jax.lax.optimization_barrier(tuple(stacks)))
         return regions.run(manual, kernel, inputs, local, numbers, context.key)
@@ -227,30 +228,30 @@ class Fold:
         shape = x.leaf.spec.shape
         if x.leaf.placement.manual is not None or array.shape == shape:
             return array
-        # A dim of one element is whole.
+        # The partitioner crashes on some reshapes of split dims of one element.
         single = [d for d, n in enumerate(shape) if n == 1 and array.shape[d] > 1]
         array = jax.lax.slice(array, (0,) * array.ndim, shape)
-        return self.with_whole_dims(array, single) if single else array
+        return self.replicate_dims(array, single) if single else array
 
     def _with_padding(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A result with the padding of uneven shards; before, a dim of one element is whole."""
+        """A result, padded where it is split unevenly. Dims of one element are replicated first."""
         single = [d for d, n in enumerate(x.shape) if n == 1 and shape[d] > 1]
-        x = self.with_whole_dims(x, single) if single else x
+        x = self.replicate_dims(x, single) if single else x
         return jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, shape)])
 
-    def with_whole_dims(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
-        """`x` with those dims whole on each device; the partitioner chooses the others."""
+    def replicate_dims(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
+        """`x` with those dims replicated; the partitioner chooses the sharding of the others."""
         if self._num_devices == 1:
             return x
-        free, whole = jax.sharding.PartitionSpec.UNCONSTRAINED, {*dims}
-        spec = jax.sharding.PartitionSpec(*(None if d in whole else free for d in range(x.ndim)))
+        free, fixed = jax.sharding.PartitionSpec.UNCONSTRAINED, {*dims}
+        spec = jax.sharding.PartitionSpec(*(None if d in fixed else free for d in range(x.ndim)))
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
 
-    def _with_whole_last_dims(self, x: jax.Array, num: int) -> jax.Array:
-        return self.with_whole_dims(x, range(x.ndim - num, x.ndim))
+    def _replicate_last_dims(self, x: jax.Array, num: int) -> jax.Array:
+        return self.replicate_dims(x, range(x.ndim - num, x.ndim))
 
     def _with_split_first_dim(self, x: jax.Array) -> jax.Array:
-        """`x` with its first dim split as the batch; the partitioner chooses the others."""
+        """`x` with its first dim split like the batch; the partitioner chooses the others."""
         free = jax.sharding.PartitionSpec.UNCONSTRAINED
         axes = self._target.batch_axes or None
         spec = jax.sharding.PartitionSpec(axes, *(free for _ in x.shape[1:]))
@@ -259,7 +260,7 @@ class Fold:
     def _outputs(
         self, values: Mapping[Ref, jax.Array], leaves: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The program's results, with the padding of uneven shards."""
+        """The program's results, padded where they are split unevenly."""
         returned = {id(x) for x in leaves}
         outputs = []
         for output, value in zip(self._graph.recorded.outputs, self._graph.outputs):
@@ -268,7 +269,7 @@ class Fold:
             if target != x.shape and value.manual is None:
                 x = self._with_padding(x, target)
             if id(x) in returned:
-                # jit would return one buffer twice; donating one result later would then destroy
+                # jit would return the same buffer twice, and donating one result later would delete
                 # the other.
                 x = jnp.copy(x)
             returned.add(id(x))

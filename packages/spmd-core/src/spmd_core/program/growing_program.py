@@ -34,7 +34,7 @@ from spmd_core.program.lower import jaxpr
 from spmd_core.program.padded_arrays import Capacity
 from spmd_core.program.padded_evaluation import Evaluation
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import KeepWhole, RecordedGraph, stored_shape
+from spmd_core.program.program_graph import RecordedGraph, ReplicateDims, stored_shape
 
 # Arrays have room for at least so many elements along a growing dim, and for more as long as all
 # growing arrays of the function together stay below so many bytes, up to a limit: some have none.
@@ -191,7 +191,7 @@ class Growing:
         )
 
     def bounded(self, key: Key, number: int, make_graph: Callable[[], RecordedGraph]) -> Bounded:
-        """The program for a cut of which `has` is true; `find` has the other arguments.
+        """The program for a cut of which `has` is true; `find_program` has the other arguments.
 
         Raises:
             GrowthRefusedError: the cut's function is not the one expected, or has no form with
@@ -298,7 +298,7 @@ def _placements(
 ) -> tuple[Placement, ...]:
     """The placements of leaves, with the growing dims of unmarked ones whole."""
     return tuple(
-        _with_whole_dims(placement, sizes) if any(map(_is_growing, sizes)) else placement
+        _with_replicated_dims(placement, sizes) if any(map(_is_growing, sizes)) else placement
         for placement, sizes in zip(placements, leaf_sizes)
     )
 
@@ -307,7 +307,7 @@ def _is_growing(size: Size) -> bool:
     return size.__class__ is Affine
 
 
-def _with_whole_dims(placement: Placement, sizes: Sizes) -> Placement:
+def _with_replicated_dims(placement: Placement, sizes: Sizes) -> Placement:
     """The placement, or for an unmarked leaf one that splits no growing dim.
 
     Raises:
@@ -375,11 +375,11 @@ class AtBound:
     rooms: tuple[tuple[int, ...] | None, ...]
 
     def evaluate(
-        self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
+        self, number: jax.Array, inputs: Sequence[jax.Array], replicate_dims: ReplicateDims
     ) -> tuple[list[jax.Array], jax.Array]:
         """See `program_graph.Growth`."""
         growing = self.growing
-        capacity = Capacity(self.bound, number, keep_whole)
+        capacity = Capacity(self.bound, number, replicate_dims)
         packed = len(inputs) - len(growing.leaf_sizes)
         leaves = [
             _resized(x, capacity.shape(sizes))
@@ -391,7 +391,7 @@ class AtBound:
         outs = []
         for x, room in zip(results, self.rooms):
             array = x.array if room is None else _resized(x.array, room)
-            outs.append(keep_whole(array, x.growing) if x.growing else array)
+            outs.append(replicate_dims(array, x.growing) if x.growing else array)
         return outs, token.array
 
 

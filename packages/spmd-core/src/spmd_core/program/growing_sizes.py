@@ -82,7 +82,7 @@ def refusal_of(key: Key) -> str | None:
     return family.refusals[-1] if family is not None and family.refusals else None
 
 
-def find(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded | None:
+def find_program(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded | None:
     """The program for many sizes that computes this cut; None if it needs one of its own.
 
     Args:

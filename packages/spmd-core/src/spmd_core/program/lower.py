@@ -154,7 +154,7 @@ def _at_size(
     scalars = [*packed[:position], *rest, *packed[position + 1 :]]
 
     def function(arguments: tuple[jax.Array, list[jax.Array]]) -> list[jax.Array]:
-        results, token = growth.evaluate(*arguments, fold.with_whole_dims)
+        results, token = growth.evaluate(*arguments, fold.replicate_dims)
         return [*results, token]
 
     arguments = (ints[-1], [*scalars, *leaves])

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core.program.affine_sizes import Affine, GrowthRefusedError, Size, Sizes, quotient, times
-from spmd_core.program.program_graph import KeepWhole
+from spmd_core.program.program_graph import ReplicateDims
 
 # Products of sizes at this number are equal only if they are equal at each number.
 _LARGE = (1 << 40) + 15
@@ -29,13 +29,13 @@ class Capacity:
     Attributes:
         bound: the greatest value.
         number: the value, a traced 0-dim int64 array.
-        keep_whole: gives an array of which no device splits some dims. The partitioner errs on
+        replicate_dims: gives an array of which no device splits some dims. The partitioner errs on
             slices of split dims that begin where only the program knows.
     """
 
     bound: int
     number: jax.Array
-    keep_whole: KeepWhole = field(default=lambda x, dims: x)
+    replicate_dims: ReplicateDims = field(default=lambda x, dims: x)
 
     def at_bound(self, size: Size) -> int:
         return size if isinstance(size, int) else int(size.at(self.bound))
@@ -179,7 +179,7 @@ def _relaid(capacity: Capacity, array: Any, start: int, before: Sizes, after: Si
         rest = rest // size
         room *= capacity.at_bound(before[k])
     head, tail = array.shape[:start], array.shape[start + len(before) :]
-    array = capacity.keep_whole(array, range(start, start + len(before)))
+    array = capacity.replicate_dims(array, range(start, start + len(before)))
     flat = array.reshape((*head, room, *tail))
     taken = jnp.take(flat, position.reshape(-1), axis=start, mode="clip")
     return taken.reshape((*head, *shape, *tail))

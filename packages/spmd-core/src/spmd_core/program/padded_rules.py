@@ -110,7 +110,7 @@ def _concatenate(eqn: Equation) -> Sequence[Any]:
     start: Any = 0
     for x in eqn.read:
         # A part ends, with its padding, within the result: its start is at most that at the bound.
-        part = capacity.keep_whole(x.array, [dim])
+        part = capacity.replicate_dims(x.array, [dim])
         result = lax.dynamic_update_slice_in_dim(result, part, start, dim)
         start = start + capacity.value(x.sizes[dim])
     return [result]
@@ -142,7 +142,7 @@ def _piece(
     capacity: Capacity, array: jax.Array, start: Any, size: int, dim: int, grows: bool
 ) -> jax.Array:
     """`size` elements from `start` on; where `size` includes padding, they may lie beyond."""
-    array = capacity.keep_whole(array, [dim])
+    array = capacity.replicate_dims(array, [dim])
     if grows:
         pads = [(0, size if i == dim else 0, 0) for i in range(array.ndim)]
         array = lax.pad(array, jnp.zeros((), array.dtype), pads)
@@ -174,7 +174,7 @@ def _dynamic_update_slice(eqn: Equation) -> Sequence[Any]:
         begins.append(jnp.clip(jnp.asarray(start.array).astype(np.int64), 0, greatest))
     array, piece = x.array, update.array
     varying = x.growing | update.growing
-    array, piece = capacity.keep_whole(array, varying), capacity.keep_whole(piece, varying)
+    array, piece = capacity.replicate_dims(array, varying), capacity.replicate_dims(piece, varying)
     if not update.growing:
         return [lax.dynamic_update_slice(array, piece, begins)]
     room = [(0, piece.shape[dim] if dim in update.growing else 0, 0) for dim in range(array.ndim)]
@@ -293,7 +293,7 @@ def _pad(eqn: Equation) -> Sequence[Any]:
         # As much room again, so that what is written never begins before `low`.
         shape = [room + size if d == dim else n for d, n in enumerate(array.shape)]
         wide = jnp.broadcast_to(value.array, shape)
-        array = capacity.keep_whole(array, [dim])
+        array = capacity.replicate_dims(array, [dim])
         wide = lax.dynamic_update_slice_in_dim(wide, array, capacity.value(low), dim)
         array = lax.slice_in_dim(wide, 0, room, axis=dim)
     return [array]

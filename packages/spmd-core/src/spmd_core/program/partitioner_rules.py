@@ -1,9 +1,9 @@
 """Forms of primitives that XLA's partitioner gets right, in a program over several devices.
 
-The partitioner errs on some primitives, such as a scatter of one index. A rule of `_RULES` writes
-an equation of such a primitive in another form. `docs/xla_errors.md` has each error, the jaxlib
-versions that have it, and what ends the rule. `benchmarks/partitioner` looks for more errors, by
-random programs.
+The partitioner errs on some primitives, such as a scatter of one index. A rule in `_RULES` rewrites
+an equation of such a primitive. `docs/xla_errors.md` has each error, the jaxlib versions that have
+it, and when the rule can be removed. `benchmarks/partitioner` looks for more errors with random
+programs.
 """
 
 import math
@@ -23,16 +23,16 @@ from spmd_core.ops.kernels.blocks import apart
 from spmd_core.ops.kernels.extremes import with_nan
 from spmd_core.ops.kernels.transforms import transform
 from spmd_core.program.scatter_rules import gather, scatter
-from spmd_core.program.splits import Splits, with_whole_dims
+from spmd_core.program.splits import Splits, replicate_dims
 from spmd_core.runtime import devices
 
 Rule = Callable[[Splits, JaxprEqn, Sequence[jax.Array]], Sequence[jax.Array] | None]
 
 
 def _has_dot_rule(eqn: JaxprEqn, splits: Splits) -> bool:
-    """Whether a product contracts three dims or more, or within batches, or may join axes.
+    """Whether `_dot_general` rewrites a product: see there for the three cases.
 
-    Over two axes of one size, products within batches are right.
+    The partitioner handles batched products correctly if two axes of equal size split the program.
     """
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     is_square = len(splits.axis_sizes) == 2 and len({*splits.axis_sizes}) == 1
@@ -41,7 +41,7 @@ def _has_dot_rule(eqn: JaxprEqn, splits: Splits) -> bool:
 
 
 def _may_join_axes(eqn: JaxprEqn, splits: Splits) -> bool:
-    """Whether one dim of a product may be split over two axes, and another one over a third."""
+    """Whether two axes may split one dim of a product's result, and a third axis another dim."""
     result: Any = eqn.outvars[0].aval
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return splits.joins_axes and bool(contracted) and not batch and result.ndim > 1
@@ -50,39 +50,46 @@ def _may_join_axes(eqn: JaxprEqn, splits: Splits) -> bool:
 def _dot_general(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """Keeps contracted dims whole, in a program that uses several axes.
+    """Replicates contracted dims, in a program that uses several axes.
 
-    All but two: of three, of which the operands split different ones, some products are left out.
-    And within batches, all of the smaller operand: where one axis splits the batches and another
-    one the contracted dim, and the result's batches the other one, its blocks change places. So do
-    the blocks of a result of which the axis of the contracted dim splits a dim, and two axes
-    another one: all contracted dims of the smaller operand are whole, or the result if it is
-    smaller than both.
+    The partitioner errs in three cases:
+
+    - Of three or more contracted dims, if the operands split different ones, it leaves out some
+      products. So at most two contracted dims stay split.
+    - If one axis splits the batch dim and another axis a contracted dim, and that other axis splits
+      the result's batch dim, blocks change places. So all contracted dims of the smaller operand of
+      a batched product are replicated.
+    - If the axis of a contracted dim splits a dim of the result, and two axes split another dim of
+      it, blocks change places, too. So all contracted dims of the smaller operand are
+      replicated, or the result if it is smaller than both operands.
     """
     left, right = inputs
     contracted, batch = eqn.params["dimension_numbers"]
     smaller = left if left.size < right.size else right
     made: Any = eqn.outvars[0].aval
     may_join = _may_join_axes(eqn, splits)
-    is_result_whole = may_join and made.size < smaller.size
-    is_one_whole = bool(batch[0]) or (may_join and not is_result_whole)
+    replicates_result = may_join and made.size < smaller.size
+    replicates_smaller = bool(batch[0]) or (may_join and not replicates_result)
     operands, numbers = [], []
     for x, own, own_batch in zip((left, right), contracted, batch):
-        whole = own if is_one_whole and x is smaller else own[2:]
-        # The product itself reads what is whole: behind a transpose it would be split again.
-        order = [*(d for d in range(x.ndim) if d not in whole), *whole]
+        last = own if replicates_smaller and x is smaller else own[2:]
+        # The product itself must read the replicated dims: a transpose between would split them.
+        order = [*(d for d in range(x.ndim) if d not in last), *last]
         x = jnp.transpose(x, order)
-        operands.append(splits.keep_whole(x, len(whole)) if whole else x)
+        operands.append(splits.replicate_last_dims(x, len(last)) if last else x)
         numbers.append([tuple(order.index(d) for d in dims) for dims in (own, own_batch)])
     dims = tuple(zip(*numbers))
     result = eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": dims})
-    return [splits.keep_whole(result, result.ndim) if is_result_whole else result]
+    return [splits.replicate_last_dims(result, result.ndim) if replicates_result else result]
 
 
 def _slice(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """No step where a slice keeps one element: the partitioner returns another one, or refuses."""
+    """A stride of 1 in dims of which a slice keeps one element.
+
+    With another stride the partitioner returns another element, or refuses the program.
+    """
     params = eqn.params
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if strides is None:
@@ -98,10 +105,10 @@ def _slice(
 def _dynamic_slice(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """Starts that are clamped, as XLA clamps those of a whole tensor.
+    """Clamps the starts explicitly, as StableHLO defines them for the global tensor.
 
-    The partitioner drops a block of one element that is to be written beyond the ends, and reads
-    each device's part of a split block from its own clamped start.
+    The partitioner drops an update of one element that lies out of bounds, and clamps the start of
+    each device's part of a split block by itself.
     """
     num_operands = 1 + (eqn.primitive is primitives.dynamic_update_slice_p)
     operands, starts = inputs[:num_operands], inputs[num_operands:]
@@ -110,15 +117,15 @@ def _dynamic_slice(
 
 
 def _last_starts(eqn: JaxprEqn) -> Sequence[int]:
-    """The largest starts of a dynamic slice, or of an update, inside of the operand."""
+    """The largest starts at which the block of a dynamic slice or update lies in the operand."""
     is_update = eqn.primitive is primitives.dynamic_update_slice_p
-    whole: Any = eqn.invars[0].aval
+    operand: Any = eqn.invars[0].aval
     block: Any = eqn.invars[1].aval if is_update else eqn.outvars[0].aval
-    return [size - part for size, part in zip(whole.shape, block.shape)]
+    return [size - part for size, part in zip(operand.shape, block.shape)]
 
 
 def _has_dynamic_slice_rule(eqn: JaxprEqn) -> bool:
-    """Whether some start is computed, or outside."""
+    """Whether some start is not a constant, or out of bounds."""
     last = _last_starts(eqn)
     return not all(
         isinstance(start, Literal) and 0 <= start.val <= end
@@ -138,13 +145,17 @@ def _clamped(start: Any, last: int) -> Any:
 
 
 def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
-    """Padding between the elements and padding that cuts off elements are operations of their own.
+    """Writes interior padding, negative padding and padding values as operations of their own.
 
-    The partitioner leaves out or repeats elements where the result of a padding between elements is
-    split and the operand is not; it errs where a padding is negative; it loses some of a few
-    elements that move over several shards, which are written into a tensor of padding instead; and
-    it pads with the first value alone where a tensor is padded alike with several. So all padding
-    is zeros, which other values replace.
+    The partitioner errs in four cases:
+
+    - Interior padding: it drops or repeats elements if it splits the result and not the operand.
+      The elements become rows of a new dim, which a reshape merges.
+    - Negative padding: a slice cuts off the elements.
+    - Padding that moves a few elements across several shards: it loses some. They are written into
+      a tensor of padding instead.
+    - A tensor that is padded several times by the same amounts with different values: it uses the
+      first value for all. So everything is padded with zeros, which a select replaces.
     """
     config = eqn.params["padding_config"]
     x, value = inputs
@@ -183,18 +194,18 @@ def _padded(
         return wide
     starts = [max(-low, 0) for low, _, _ in config]
     limits = [size - max(-high, 0) for size, (_, high, _) in zip(sizes, config)]
-    # Kept from the padding, with which jaxlib 0.10.0 would join it again.
+    # An optimization barrier: jaxlib 0.10.0 would merge the slice with the padding again.
     return lax.slice(apart(wide), starts, limits)
 
 
 def _written(x: jax.Array, value: Any, dim: int, start: int, size: int) -> jax.Array:
-    """`x` from `start` on along a dim of that size, with the value everywhere else."""
+    """An array of that size along the dim: `x` from `start` on, and the value everywhere else."""
     wide = jnp.broadcast_to(value, (*x.shape[:dim], size, *x.shape[dim + 1 :]))
     return lax.dynamic_update_slice(wide, x, [start if d == dim else 0 for d in range(x.ndim)])
 
 
 def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
-    """`x` with so many times the value between two elements along a dim: rows of a new dim."""
+    """`x` with `count` times the value between two elements along a dim, by way of a new dim."""
     edges = [(0, count if d == dim + 1 else 0, 0) for d in range(x.ndim + 1)]
     rows = lax.pad(jnp.expand_dims(x, dim + 1), value, edges)
     long = x.shape[dim] * (count + 1)
@@ -205,14 +216,14 @@ def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
 def _convert(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """A constant stays one, such as the value of a padding."""
+    """Folds a dtype conversion of a constant, such as the value of a padding."""
     (x,) = inputs
     is_constant = not isinstance(x, jax.core.Tracer)
     return [np.asarray(x).astype(eqn.params["new_dtype"])] if is_constant else None  # type: ignore
 
 
-# How often a tensor is named anew before an operation reads windows of it. What fills the windows
-# at the borders differs, and the partitioner takes the first that a tensor's windows had.
+# How many no-op constraints to insert, so that each window operation has an operand of its own. The
+# partitioner caches halo exchanges by operand, and ignores that the padding values differ.
 _NAMES = {
     primitives.reduce_window_max_p: 1,
     primitives.cummax_p: 1,
@@ -230,32 +241,32 @@ _NAMES = {
 def _windows(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """No two kinds of windows read the same tensor; windows of several tensors are whole.
+    """Gives each kind of window operation its own operand; replicates windows of several tensors.
 
-    The partitioner keeps a tensor's blocks with what their windows read of the neighbors, and takes
-    them again for other windows of the same shape, whatever value fills the borders: a running
-    product of a tensor that also has a running sum begins with 0. And it may split tensors that are
-    reduced together in different ways.
+    The partitioner caches the halo exchange of a tensor, and reuses it for other windows of the
+    same shape, whatever their padding value is: the running product of a tensor that also has a
+    running sum would begin with 0. And it may split tensors that one operation reduces together in
+    different ways.
     """
     times = _NAMES[eqn.primitive]
     renamed = [
-        reduce(lambda y, _: splits.keep_whole(y, 0), range(times), x) if np.ndim(x) else x
+        reduce(lambda y, _: splits.replicate_last_dims(y, 0), range(times), x) if np.ndim(x) else x
         for x in inputs
     ]
     is_joint = eqn.primitive is primitives.select_and_gather_add_p or len(eqn.outvars) > 1
     if is_joint:
-        renamed = [splits.keep_whole(x, x.ndim) if np.ndim(x) else x for x in renamed]
+        renamed = [splits.replicate_last_dims(x, x.ndim) if np.ndim(x) else x for x in renamed]
     made = eqn.primitive.bind(*renamed, **eqn.params)
     results = made if eqn.primitive.multiple_results else [made]
-    return [splits.keep_whole(x, x.ndim) for x in results] if is_joint else results
+    return [splits.replicate_last_dims(x, x.ndim) for x in results] if is_joint else results
 
 
 def _reverse(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """The operand is a buffer of its own.
+    """Has the operand computed first, as a buffer of its own.
 
-    Where it is a broadcast whose dims a reshape has merged, and each device has one row, the
+    If the operand is a broadcast whose dims a reshape has merged, and each device has one row, the
     partitioner takes the rows for equal and does not exchange them.
     """
     return [eqn.primitive.bind(apart(inputs[0]), **eqn.params)]
@@ -264,22 +275,26 @@ def _reverse(
 def _reshape(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """Where a dim becomes several ones, no less dims than before; a second reshape drops them.
+    """Writes a reshape that splits a dim and has fewer dims in all as two reshapes.
 
-    The partitioner ends the process where a dim that is split unevenly becomes a shorter one, and
-    the result has less dims. XLA joins reshapes that follow each other, so they are kept apart.
+    The partitioner aborts the process if a dim that is split unevenly becomes a shorter one, and
+    the result has fewer dims. So the first reshape keeps the number of dims, and the second one
+    drops them. A constraint between keeps XLA from merging the two.
     """
     (x,), shape = inputs, eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None:
         x = lax.transpose(x, eqn.params["dimensions"])
     long = (*shape, *(1,) * (x.ndim - len(shape)))
     if splits.uneven:
-        x = splits.keep_whole(x, 0)
-    return [lax.reshape(splits.keep_whole(lax.reshape(x, long), 0), shape)]
+        x = splits.replicate_last_dims(x, 0)
+    return [lax.reshape(splits.replicate_last_dims(lax.reshape(x, long), 0), shape)]
 
 
 def _has_reshape_rule(eqn: JaxprEqn, splits: Splits) -> bool:
-    """Whether it makes several dims out of one, and fewer in all or in a program of uneven dims."""
+    """Whether `_reshape` rewrites it.
+
+    It does if the reshape splits a dim, and has fewer dims in all or the program has uneven dims.
+    """
     x: Any = eqn.invars[0].aval
     new, order = eqn.params["new_sizes"], eqn.params["dimensions"]
     old = x.shape if order is None else [x.shape[d] for d in order]
@@ -287,7 +302,7 @@ def _has_reshape_rule(eqn: JaxprEqn, splits: Splits) -> bool:
 
 
 def _divides_a_dim(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether a reshape makes several dims, of more than one element each, out of some dims."""
+    """Whether a reshape splits some dim into several dims of more than one element."""
     if math.prod(old) < 2:
         return False
     borders = {*accumulate(old, operator.mul)}
@@ -299,9 +314,9 @@ def _divides_a_dim(old: Sequence[int], new: Sequence[int]) -> bool:
 def _extreme(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """The maximum or minimum of integers in the order of the floats, NaN beyond all of them.
+    """Computes the maximum or minimum on integers that are ordered like the floats, NaN last.
 
-    A collective of floats may drop a NaN.
+    An all-reduce of floats may drop a NaN.
     """
     (x,) = inputs
     may_cross = any(x.shape[axis] > 1 for axis in eqn.params["axes"]) and x.size > 0
@@ -334,42 +349,46 @@ _RULES: dict[Any, Rule] = {
 
 
 def _conv(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
-    """Whole but for the batch: the partitioner errs on split positions, channels and kernels."""
+    """Replicates all dims but the batch: the partitioner errs on the others."""
     left, right = inputs
     dims = eqn.params["dimension_numbers"]
     is_grouped = eqn.params["batch_group_count"] > 1
     wide = {"left": dims.lhs_spec, "out": dims.out_spec}
-    whole = {name: spec if is_grouped else spec[1:] for name, spec in wide.items()}
-    left = with_whole_dims(splits.keep_whole, left, whole["left"])
-    right = splits.keep_whole(right, right.ndim)
+    dims_of = {name: spec if is_grouped else spec[1:] for name, spec in wide.items()}
+    left = replicate_dims(splits.replicate_last_dims, left, dims_of["left"])
+    right = splits.replicate_last_dims(right, right.ndim)
     return [
-        with_whole_dims(
-            splits.keep_whole, eqn.primitive.bind(left, right, **eqn.params), whole["out"]
+        replicate_dims(
+            splits.replicate_last_dims,
+            eqn.primitive.bind(left, right, **eqn.params),
+            dims_of["out"],
         )
     ]
 
 
-def _whole_reduced(
+def _with_replicated_reduced_dims(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """Whole reduced dims: XLA has no collective of integers' bits, or of a user's computation."""
+    """Replicates reduced dims: XLA has no all-reduce of bits, or with a user's computation."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     if all(x.dtype == np.bool_ for x in inputs):
         return None
-    whole = [with_whole_dims(splits.keep_whole, x, axes) if np.ndim(x) else x for x in inputs]
-    made = eqn.primitive.bind(*whole, **eqn.params)
+    operands = [
+        replicate_dims(splits.replicate_last_dims, x, axes) if np.ndim(x) else x for x in inputs
+    ]
+    made = eqn.primitive.bind(*operands, **eqn.params)
     return made if eqn.primitive.multiple_results else [made]
 
 
 def _fft(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
-    """Whole transformed dims, in the layout that CPUs need: as torch's transforms."""
+    """Replicates transformed dims, in the layout that CPUs need, as for torch's transforms."""
     kind, lengths = eqn.params["fft_type"], eqn.params["fft_lengths"]
     return [
         transform(
             inputs[0],
             kind,
             lengths,
-            keep_whole=splits.keep_whole,
+            replicate_last_dims=splits.replicate_last_dims,
             platform=devices.platform(),
         )
     ]
@@ -378,18 +397,18 @@ def _fft(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
 _RULES_OF_USERS: dict[Any, Rule] = {
     primitives.conv_general_dilated_p: _conv,
     primitives.fft_p: _fft,
-    primitives.reduce_p: _whole_reduced,
-    primitives.reduce_and_p: _whole_reduced,
-    primitives.reduce_or_p: _whole_reduced,
-    primitives.reduce_xor_p: _whole_reduced,
+    primitives.reduce_p: _with_replicated_reduced_dims,
+    primitives.reduce_and_p: _with_replicated_reduced_dims,
+    primitives.reduce_or_p: _with_replicated_reduced_dims,
+    primitives.reduce_xor_p: _with_replicated_reduced_dims,
 }
 
 
 def has_rule(eqn: JaxprEqn, splits: Splits) -> bool:
-    """Whether an equation may be one that the partitioner gets wrong, in such a program."""
+    """Whether the partitioner may get an equation wrong in a program with these splits."""
     if eqn.primitive is primitives.convert_element_type_p:
-        return False  # its rule only helps others
-    # Very common, and seldom with a rule.
+        return False  # its rule only helps the rules of others
+    # These are very common, and most of them need no rule.
     if eqn.primitive is primitives.dot_general_p:
         return len(splits.axis_sizes) > 1 and _has_dot_rule(eqn, splits)
     if eqn.primitive is primitives.reshape_p:

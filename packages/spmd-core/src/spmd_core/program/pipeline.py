@@ -1,4 +1,4 @@
-"""The passes over a program, in their order, with a check and a dump of the graph between them."""
+"""Runs the passes over a program in order; checks and dumps the graph between them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,38 +16,38 @@ from spmd_core.program.passes.narrow_gathers import narrow_gathers
 from spmd_core.program.passes.paced_gradients import paced_gradients
 from spmd_core.program.passes.recorded_order import recorded_order
 from spmd_core.program.passes.refined_marks import refined_marks
-from spmd_core.program.passes.whole_values import whole_values
+from spmd_core.program.passes.replicated_values import replicated_values
 from spmd_core.program.target import Target
 
-# It returns the graph that it got if there is nothing to change.
+# A pass returns the graph that it got if there is nothing to change.
 Pass = Callable[[Graph, Target], Graph]
 PASSES: tuple[Pass, ...] = (
-    # What an operation needs to know of the layouts, which are followed through what was recorded.
+    # Hints: what a lowering needs to know of layouts, which are propagated through the graph.
     index_checks,
     image_layouts,
     attention_layouts,
     lookups,
-    # What moves between devices.
+    # Communication: what moves between devices.
     batch_sums,
     narrow_gathers,
     refined_marks,
-    # When it is computed.
+    # Order: when values are computed.
     recorded_order,
     paced_gradients,
     late_copies,
-    # What is stored.
+    # Materialisation: what is stored.
     exact_values,
-    whole_values,
+    replicated_values,
 )
 
 
 def run(graph: Graph, target: Target, name: str) -> Graph:
-    """The graph behind all passes.
+    """The graph after all passes.
 
     Args:
-        graph: as it was recorded.
+        graph: the recorded graph.
         target: what it is lowered for.
-        name: the program's, which a folder of dumps has.
+        name: the program's name, which its folder of dumps gets.
     """
     for number, (stage, rewritten) in enumerate(stages(graph, target)):
         graph = rewritten
@@ -57,20 +57,20 @@ def run(graph: Graph, target: Target, name: str) -> Graph:
 
 
 def _dump(graph: Graph, folder: Path, name: str) -> None:
-    """Writes the graph's text into a file of the folder, which is made. Raises OSError."""
+    """Writes the graph's text into a file of the folder, which is created. Raises OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(graph.text())
     except OSError as error:
         raise OSError(
-            "config.dump_passes, or SPMD_DUMP_PASSES, is a folder that can be made and written; "
-            f"got {config.dump_passes!r}: {error}. Assign another folder to config.dump_passes, "
-            "or None."
+            "spmd.config.dump_passes, or SPMD_DUMP_PASSES, is a folder that can be created and "
+            f"written to; got {config.dump_passes!r}: {error}. Assign another folder to "
+            "spmd.config.dump_passes, or None."
         ) from error
 
 
 def stages(graph: Graph, target: Target) -> Iterator[tuple[str, Graph]]:
-    """The graph as it was recorded, and behind each pass that changes it, with the pass's name."""
+    """The recorded graph, then the graph after each pass that changes it, with the pass's name."""
     yield "recorded", graph
     for rewrite in PASSES:
         before, graph = graph, rewrite(graph, target)

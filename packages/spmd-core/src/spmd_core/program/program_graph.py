@@ -71,7 +71,7 @@ class Output:
 
 
 # (x, dims) -> x with those dims whole on each device; the partitioner chooses the others
-KeepWhole = Callable[[jax.Array, Iterable[int]], jax.Array]
+ReplicateDims = Callable[[jax.Array, Iterable[int]], jax.Array]
 
 
 class Growth(Protocol):
@@ -89,14 +89,14 @@ class Growth(Protocol):
     def rooms(self) -> tuple[tuple[int, ...] | None, ...]: ...
 
     def evaluate(
-        self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
+        self, number: jax.Array, inputs: Sequence[jax.Array], replicate_dims: ReplicateDims
     ) -> tuple[list[jax.Array], jax.Array]:
         """The results of the program's function at this number, and its token.
 
         Args:
             number: 0-dim int64.
             inputs: the packed numbers, then the leaves with their room.
-            keep_whole: gives an array of which no device splits some dims.
+            replicate_dims: gives an array of which no device splits some dims.
         """
         ...
 

@@ -10,30 +10,32 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from spmd_core.program.splits import Splits, with_whole_dims
+from spmd_core.program.splits import Splits, replicate_dims
 
 
 def scatter(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """At least two indices, and as many as every number of shards divides.
+    """Pads a scatter to at least two indices, and to a multiple of every number of shards.
 
     XLA turns a scatter of one index into a dynamic-update-slice, which the partitioner gets wrong
-    where the operand is itself computed from a split dim. And where indices are split unevenly over
-    some axes of a mesh, it adds the padding of the last shard at index 0. An index outside of the
-    operand writes nothing, so such indices fill up.
+    if the operand is itself computed from a split dim. And if indices are split unevenly over some
+    axes of a mesh, it adds the padding of the last shard at index 0. The padding here has indices
+    out of bounds, which write nothing.
     """
     operand, indices, updates = inputs
-    if splits.has_whole_indices:
-        indices = splits.keep_whole(indices, indices.ndim)
+    if splits.replicates_indices:
+        indices = splits.replicate_last_dims(indices, indices.ndim)
     elif indices.shape[-1] > 1:
-        indices = splits.keep_whole(indices, 1)
+        indices = splits.replicate_last_dims(indices, 1)
     params = eqn.params
     dims = params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     free = [d for d in range(indices.ndim - 1) if d not in batching]
     if len(splits.axis_sizes) > 1 and batching:
-        indices, updates = _with_whole_scattered_dims(splits.keep_whole, dims, indices, updates)
+        indices, updates = _with_replicated_scattered_dims(
+            splits.replicate_last_dims, dims, indices, updates
+        )
     if np.iinfo(indices.dtype).max < max(operand.shape, default=0):
         indices = indices.astype(np.int64)
     if params["mode"] == lax.GatherScatterMode.CLIP:
@@ -43,12 +45,11 @@ def scatter(
         batching or splits.uneven or _has_part_windows(operand, updates, dims)
     )
     if is_split_otherwise and indices.dtype != np.int32 and max(operand.shape) < 2**31:
-        # The partitioner pads indices that it splits unevenly as if they were of int32, and ends
-        # the process.
+        # The partitioner pads indices that it splits unevenly as if they were int32, and aborts the
+        # process if they are not.
         bounds = (-1 if jnp.issubdtype(indices.dtype, np.signedinteger) else 0, max(operand.shape))
         indices = jnp.clip(indices, *bounds).astype(np.int32)
     if not free:
-        # The window dims come after the batching dims among the updates' dims, as `indices` says.
         indices = jnp.expand_dims(indices, indices.ndim - 1)
         at = _position_of_new_dim(dims, updates.ndim)
         updates = jnp.expand_dims(updates, at)
@@ -71,7 +72,7 @@ def scatter(
 def _has_part_windows(
     operand: jax.Array, updates: jax.Array, dims: lax.ScatterDimensionNumbers
 ) -> bool:
-    """Whether the updates' windows are shorter than some dim of the operand that they lie along."""
+    """Whether the updates' windows are shorter than the operand in some window dim."""
     left_out = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     sizes = [size for d, size in enumerate(operand.shape) if d not in left_out]
     return any(updates.shape[d] < size for d, size in zip(dims.update_window_dims, sizes))
@@ -83,7 +84,7 @@ def _clamped_indices(
     updates: jax.Array,
     dims: lax.ScatterDimensionNumbers,
 ) -> jax.Array:
-    """Indices of which each window of the updates lies inside of the operand."""
+    """The indices, clamped so that each window of the updates lies inside the operand."""
     sizes = dict.fromkeys((*dims.inserted_window_dims, *dims.operand_batching_dims), 1)
     window = iter(dims.update_window_dims)
     last = [
@@ -94,38 +95,40 @@ def _clamped_indices(
     return jnp.clip(indices, np.zeros((), indices.dtype), bounds)
 
 
-def _with_whole_scattered_dims(
-    keep_whole: Callable[[jax.Array, int], jax.Array],
+def _with_replicated_scattered_dims(
+    replicate_last_dims: Callable[[jax.Array, int], jax.Array],
     dims: lax.ScatterDimensionNumbers,
     indices: jax.Array,
     updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices and updates of which only batching dims and window dims may be split.
+    """Indices and updates whose scattered dims are replicated.
 
-    Where one axis splits the batching dim of the updates and also the operand's scattered dim, and
-    another one the updates' scattered dim, the partitioner counts some updates for wrong elements.
+    If one axis splits both the batching dim of the updates and the scattered dim of the operand,
+    and another axis splits the scattered dim of the updates, the partitioner adds some updates to
+    wrong elements.
     """
     batching = dims.scatter_indices_batching_dims
     of_indices = [d for d in range(indices.ndim) if d not in batching]
     scattered = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
     of_updates = [d for d, i in zip(scattered, range(indices.ndim)) if i not in batching]
-    return with_whole_dims(keep_whole, indices, of_indices), with_whole_dims(
-        keep_whole, updates, of_updates
+    return replicate_dims(replicate_last_dims, indices, of_indices), replicate_dims(
+        replicate_last_dims, updates, of_updates
     )
 
 
 def gather(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """Whole indices, in a program that was refused otherwise.
+    """Replicates the indices, in a program that XLA's verifier has refused before.
 
-    The partitioner makes a slice that is larger than its operand, where the indices and the
-    operand's columns are split over the same axis and the result is marked otherwise.
+    If the indices and the operand's columns are split over the same axis and the result is marked
+    in another way, the partitioner makes a slice that is larger than its operand.
     """
-    if not splits.has_whole_indices:
+    if not splits.replicates_indices:
         return None
     operand, indices = inputs
-    return [eqn.primitive.bind(operand, splits.keep_whole(indices, indices.ndim), **eqn.params)]
+    indices = splits.replicate_last_dims(indices, indices.ndim)
+    return [eqn.primitive.bind(operand, indices, **eqn.params)]
 
 
 def _position_of_new_dim(dims: lax.ScatterDimensionNumbers, ndim: int) -> int:

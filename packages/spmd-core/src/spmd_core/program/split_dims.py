@@ -56,18 +56,18 @@ def split_dims(found: Sequence[Placed]) -> frozenset[int]:
 
 def splits(
     found: Sequence[Placed],
-    keep_whole: Callable[[jax.Array, int], jax.Array],
+    replicate_last_dims: Callable[[jax.Array, int], jax.Array],
     num_devices: int,
     *,
-    has_whole_indices: bool,
+    replicates_indices: bool,
 ) -> Splits:
     """How they split their dims, as the partitioner's rules need it.
 
     Args:
         found: the shardings.
-        keep_whole: gives an array whose last dims, so many, are whole on each device.
+        replicate_last_dims: gives an array whose last dims, so many, are whole on each device.
         num_devices: of the program.
-        has_whole_indices: as in `Splits`.
+        replicates_indices: as in `Splits`.
     """
     uneven: set[int] = set()
     axes_used: set[tuple[str, int]] = set()  # with sizes: two meshes may share names
@@ -84,12 +84,12 @@ def splits(
                 uneven.add(count)
         joins_axes |= 1 < max(counts) < sum(counts)
     return Splits(
-        keep_whole,
+        replicate_last_dims,
         num_devices,
         tuple(size for _, size in axes_used),
         joins_axes,
         frozenset(uneven),
-        has_whole_indices=has_whole_indices,
+        replicates_indices=replicates_indices,
     )
 
 

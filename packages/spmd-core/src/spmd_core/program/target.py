@@ -1,4 +1,4 @@
-"""What a program is lowered for: a platform and a mesh, and how its values are split over them."""
+"""What a program is lowered for: a platform, a mesh, and how the program's data is split."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,8 +15,8 @@ from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding, replicate
 from spmd_core.sharding.sharding import Sharding
 
 
-class Whole(Enum):
-    """What is whole on each device in a program that the partitioner makes invalid otherwise."""
+class Replicated(Enum):
+    """What is replicated in a program that the partitioner makes invalid otherwise."""
 
     NOTHING = "nothing"
     INDICES = "the indices of its gathers and scatters"
@@ -25,33 +25,38 @@ class Whole(Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """What the passes may ask. It does not change while they rewrite the program.
+    """What the passes may ask of the program's target. No pass changes it.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         device_ids: the program's devices.
         mesh: the common mesh of its inputs, marks and results.
-        whole: what is whole on each device, whatever the marks say.
-        placed: the shardings of its inputs, marks and results, as it was recorded.
-        data_splits: how its data is split, as `split_dims.data_splits` has it.
+        replicated_part: what is replicated, whatever its marks.
+        placed: the shardings of the inputs, marks and results of the recorded program.
+        data_splits: how the program's data is split; see `split_dims.data_splits`.
         batch_axes: the names of the axes that split the batch, over the mesh.
     """
 
     platform: str
     device_ids: tuple[int, ...]
     mesh: CommonMesh
-    whole: Whole
+    replicated_part: Replicated
     placed: tuple[Placed, ...]
     data_splits: tuple[DataSplit, ...]
 
     @staticmethod
-    def of(graph: Graph, *, whole: Whole = Whole.NOTHING, platform: str | None = None) -> "Target":
-        """For a recorded graph.
+    def of(
+        graph: Graph,
+        *,
+        replicated_part: Replicated = Replicated.NOTHING,
+        platform: str | None = None,
+    ) -> "Target":
+        """The target of a recorded graph.
 
         Args:
             graph: before any pass.
-            whole: as of the attribute.
-            platform: as of the attribute; by default that of the devices.
+            replicated_part: what is replicated, whatever its marks.
+            platform: "cpu", "gpu" or "tpu"; by default the platform of the devices.
         """
         placements = [x.leaf.placement for x in graph.inputs]
         placements += [placement for placement in graph.out_placements if placement is not None]
@@ -66,7 +71,7 @@ class Target:
             platform or devices.platform(),
             graph.device_ids,
             mesh,
-            whole,
+            replicated_part,
             tuple(split_dims.shardings(graph)),
             tuple(split_dims.data_splits(graph)),
         )
@@ -74,7 +79,7 @@ class Target:
     @property
     def is_split(self) -> bool:
         """Whether the program's values may be split over devices."""
-        return len(self.device_ids) > 1 and self.whole is not Whole.EVERYTHING
+        return len(self.device_ids) > 1 and self.replicated_part is not Replicated.EVERYTHING
 
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:

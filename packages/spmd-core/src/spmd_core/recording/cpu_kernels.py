@@ -228,8 +228,8 @@ def _left_out(func: torch._ops.OpOverload) -> tuple[tuple[str, None], ...]:
 @cache
 def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
     """The arguments whose numbers are inputs of a program, not part of an entry's key."""
-    form = func if registry.find(func) is not None else schema.functional(func)
-    lowering = None if form is None else registry.find(form)
+    form = func if registry.find_lowering(func) is not None else schema.functional(func)
+    lowering = None if form is None else registry.find_lowering(form)
     facts = schema.of(func, frozenset() if lowering is None else lowering.static)
     return facts.number_names - facts.static_when_int
 

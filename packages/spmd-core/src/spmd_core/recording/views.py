@@ -34,7 +34,7 @@ _MOVING_AFTER = 3
 
 def lowering_of(func: torch._ops.OpOverload) -> registry.Lowering:
     """The lowering of an overload that has one."""
-    found = registry.find(func)
+    found = registry.find_lowering(func)
     assert found is not None, f"{func} has no lowering"
     return found
 

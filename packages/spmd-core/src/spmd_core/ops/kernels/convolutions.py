@@ -77,19 +77,19 @@ def convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) ->
     is_split = _is_split(ctx, x, weight, options)
     # XLA's partitioner splits a kernel's own dims, groups of channels, and channels beside spatial
     # dims wrongly.
-    has_whole_channels = options.groups > 1 or is_split
-    weight = ctx.keep_whole(weight, weight.ndim if has_whole_channels else num_dims)
-    if has_whole_channels:
-        x = _with_whole_channels(ctx, x)
+    replicates_channels = options.groups > 1 or is_split
+    weight = ctx.replicate_last_dims(weight, weight.ndim if replicates_channels else num_dims)
+    if replicates_channels:
+        x = _with_replicated_channels(ctx, x)
     if is_split:
         out = (
             _convolve_transposed_split(ctx, x, weight, options)
             if options.transposed
             else _convolve_split(ctx, x, weight, options)
         )
-        return _with_whole_channels(ctx, out)
-    num_whole = num_dims + (options.groups > 1)
-    x = ctx.keep_whole(x, num_dims)
+        return _with_replicated_channels(ctx, out)
+    num_replicated = num_dims + (options.groups > 1)
+    x = ctx.replicate_last_dims(x, num_dims)
     if options.transposed:
         # The gradient of a convolution with this stride: a dilated input, over which the window
         # moves by 1.
@@ -133,11 +133,11 @@ def convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) ->
             stride=stride,
             dilation=options.dilation,
         )
-    return ctx.keep_whole(out, num_whole)
+    return ctx.replicate_last_dims(out, num_replicated)
 
 
-def _with_whole_channels(ctx: Context, x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(ctx.keep_whole(jnp.moveaxis(x, 1, -1), 1), -1, 1)
+def _with_replicated_channels(ctx: Context, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(ctx.replicate_last_dims(jnp.moveaxis(x, 1, -1), 1), -1, 1)
 
 
 def _is_depthwise_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) -> bool:
@@ -351,10 +351,10 @@ def weight_gradient(
     if not by_tap or math.prod(kernel) > _LARGE_KERNEL:
         # Ungrouped, only the batch may be split: where one axis splits different dims of the two,
         # the sums are wrong.
-        num_whole = x.ndim - (not is_grouped)
+        num_replicated = x.ndim - (not is_grouped)
         x, grad, ctx = (
-            ctx.keep_whole(x, num_whole),
-            ctx.keep_whole(grad, num_whole),
+            ctx.replicate_last_dims(x, num_replicated),
+            ctx.replicate_last_dims(grad, num_replicated),
             replace(ctx, split_dims=frozenset()),
         )
         return jax.linear_transpose(lambda weight: convolve(ctx, x, weight, options), weight)(grad)[

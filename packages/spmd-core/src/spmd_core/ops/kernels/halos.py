@@ -117,7 +117,7 @@ class Images:
         padding: Sequence[int],
         dilation: Sequence[int],
         *,
-        has_whole_channels: bool,
+        needs_all_channels: bool,
     ) -> "Images | None":
         """The operation, or None where no layout is known or none of the windows' dims is split.
 
@@ -126,13 +126,13 @@ class Images:
             shape: of the input.
             sizes: of the result, in the dims that windows move over, which are the last ones.
             kernel, stride, padding, dilation: of the windows, one number for each of these dims.
-            has_whole_channels: whether each device needs all channels.
+            needs_all_channels: whether each device needs all channels.
         """
         if layout is None or len(layout.axes) != len(shape) or 0 in (*shape, *sizes):
             return None
         lead, dims = len(shape) - len(sizes), []
         axes = list(layout.axes)
-        if has_whole_channels:
+        if needs_all_channels:
             axes[lead - 1] = ()
         for d, (size, num) in enumerate(zip(shape[lead:], sizes)):
             own = axes[lead + d]

@@ -29,7 +29,7 @@ def transform(
     kind: lax.FftType,
     lengths: Sequence[int],
     *,
-    keep_whole: Callable[[jax.Array, int], jax.Array],
+    replicate_last_dims: Callable[[jax.Array, int], jax.Array],
     platform: str,
 ) -> jax.Array:
     """The transform of the last dims, which are whole on each device; inverse ones are divided.
@@ -38,9 +38,9 @@ def transform(
         x: the operand.
         kind: of the transform.
         lengths: of the transformed dims.
-        keep_whole: as in `registry.Context`; can go when the partitioner is correct there.
+        replicate_last_dims: as in `registry.Context`; can go when the partitioner is correct there.
         platform: as in `registry.Context`.
     """
     num = len(lengths)
-    x = _row_major(keep_whole(x, num), platform)
-    return keep_whole(_row_major(lax.fft(x, kind, lengths), platform), num)
+    x = _row_major(replicate_last_dims(x, num), platform)
+    return replicate_last_dims(_row_major(lax.fft(x, kind, lengths), platform), num)

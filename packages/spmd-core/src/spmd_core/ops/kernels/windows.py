@@ -53,7 +53,7 @@ def halo_fits_shard(
     )
 
 
-def keep_whole_unless_halo_fits(
+def replicate_unless_halo_fits(
     ctx: Context,
     x: jax.Array,
     sizes: Sequence[int],
@@ -71,7 +71,7 @@ def keep_whole_unless_halo_fits(
     can_be_split = last_dims_may_be_split(ctx, len(sizes)) and halo_fits_shard(
         ctx, sizes, kernel, dilation
     )
-    return x if can_be_split else ctx.keep_whole(x, num_dims)
+    return x if can_be_split else ctx.replicate_last_dims(x, num_dims)
 
 
 def dilate(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
@@ -87,8 +87,8 @@ def dilate(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
         return jnp.zeros((*x.shape[:lead], *sizes), x.dtype)
     if not last_dims_may_be_split(ctx, len(steps)):
         edges = [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps]
-        wide = lax.pad(ctx.keep_whole(x, len(steps)), np.zeros((), x.dtype), edges)
-        return ctx.keep_whole(wide, len(steps))
+        wide = lax.pad(ctx.replicate_last_dims(x, len(steps)), np.zeros((), x.dtype), edges)
+        return ctx.replicate_last_dims(wide, len(steps))
     for dim, step in enumerate(steps, lead):
         size = x.shape[dim]
         wide = jnp.pad(

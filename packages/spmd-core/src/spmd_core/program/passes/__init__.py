@@ -1,1 +1,1 @@
-"""What happens to a program between its recording and its lowering, one pass a file."""
+"""The passes that rewrite a program between recording and lowering, one in each file."""

@@ -1,8 +1,9 @@
-"""Tells attentions how mesh axes may split them: the partitioner cannot split their kernels.
+"""Chooses how mesh axes split each attention, because the partitioner cannot split its kernel.
 
-The sequences are split where the query is marked so. The batch is split as the program's data is.
-The other axes split the heads, whatever they split before: else devices along them would compute
-the same. As for images, a layout that was guessed wrong costs a resharding, and no value.
+The sequence is split if a mark of the query says so. The batch is split like the program's data.
+All other axes split the heads, even if they split another dim before: devices along an axis that
+splits nothing would repeat the same work. As for images, a layout that was guessed wrong costs a
+resharding, and changes no value.
 """
 
 import math
@@ -16,7 +17,7 @@ from spmd_core.program.target import Target
 
 
 def attention_layouts(graph: Graph, target: Target) -> Graph:
-    """The graph with the layout of each attention."""
+    """The graph with the layout of each attention as its hint."""
     found = [op for op in graph.ops if op.entry.traits.query is not None]
     if not found or not target.is_split or not target.mesh.exists:
         return graph
@@ -54,7 +55,7 @@ def attention_layouts(graph: Graph, target: Target) -> Graph:
 def _splitting_heads(
     axes: Iterable[str], mesh: jax.sharding.Mesh, heads: int, kv_heads: int
 ) -> tuple[str, ...]:
-    """Those axes that split the heads into equal parts, where heads of keys may be repeated."""
+    """The axes that split the heads evenly, if the heads of keys and values may be repeated."""
     chosen, count = [], 1
     for axis in axes:
         larger = count * mesh.shape[axis]

@@ -1,25 +1,25 @@
-"""Has devices add up marked sums once: each adds up its own part, and one reduction remains.
+"""Replaces marked sums over a split batch by partial sums and one reduction.
 
 The gradient of a parameter is a sum over the batch. If the batch is split, each device can sum over
 its own part, and one reduction remains: a reduce-scatter if the batch's axes also split the
-parameter, else an all-reduce. If the partitioner is only told the sharding of the whole gradient,
-it emits an all-reduce, and relies on a later pass to turn that and the slice into a reduce-scatter.
-XLA has that pass for GPU and TPU, but not for the CPU, where it joins the all-reduces of all
-parameters into one. It also reduces in the dtype of the sum, which is bfloat16 under autocast, and
-reduces each of several gradients that a program adds up, as it does to accumulate them.
+parameter, else an all-reduce. If the partitioner only knows the sharding of the gradient, it emits
+an all-reduce, and relies on a later pass to turn that and the slice into a reduce-scatter. XLA has
+that pass for GPU and TPU, but not for the CPU, where it combines the all-reduces of all parameters.
+It also reduces in the dtype of the sum, which is bfloat16 under autocast. And if a program adds up
+several gradients, as gradient accumulation does, it reduces each of them.
 
-Therefore the operations that compute such a gradient are found in the graph, and replaced by
-partial sums inside a manual region over the batch's axes (`partial_sums`): those whose reduction
-scatters, whose sum has another dtype than the gradient, or which are added up. The values are those
-of the whole operations, whatever the shardings of their inputs. A gradient that is computed in
-another way is left to the partitioner. GPT-2 over `fsdp=8` CPU devices then sends 30% less in a
-step.
+Therefore this pass finds the operations that compute such gradients, and replaces them by partial
+sums in a manual region over the batch's axes (`partial_sums`), if the reduction scatters, if the
+sum has another dtype than the gradient, or if several gradients are added up. The values do not
+change, whatever the shardings of the inputs are. A gradient that is computed in another way is left
+to the partitioner. GPT-2 over `fsdp=8` CPU devices then sends 30% less in a step.
 
-The same holds for the activations of tensor parallelism, and for their gradients: a linear layer
-whose input's features are split sums over these (`modules/parallel_styles.py` marks such a sum with
-the axes that split them). "The batch" stands for the features there. Several such
-sums that are added up, as are gradients of layers with one input, are always found: the partitioner
-joins them only where nothing else, such as the gradient of an adapter, is added in between.
+The same holds for activations under tensor parallelism, and for their gradients: a linear layer
+whose input features are split is a sum over these features (`modules/parallel_styles.py` marks such
+a sum with the axes that split them). "The batch" below stands for the features, too. If several
+such sums are added up, such as the gradients of layers with the same input, they are always
+replaced: the partitioner combines their reductions only if nothing else, such as the gradient of an
+adapter, is added in between.
 """
 
 import math
@@ -45,7 +45,7 @@ from spmd_core.program.target import Target
 
 
 def batch_sums(graph: Graph, target: Target) -> Graph:
-    """The graph with partial sums and reductions in place of such sums."""
+    """The graph with partial sums and reductions in place of such sums over the batch."""
     marks = [op for op in graph.ops if op.entry.summed_over is not None]
     if not marks or not target.is_split:
         return graph
@@ -69,15 +69,15 @@ def batch_sums(graph: Graph, target: Target) -> Graph:
 class _Rewriting:
     """Replaces sums over the batch.
 
-    A gradient that is joined with others is kept as a stack until the last of them is added.
+    A gradient that is added to others stays a stack of partial sums until all are added up.
     """
 
     def __init__(self, graph: Graph, gradients: Mapping[Op, Gradient], joins: Joins) -> None:
         self._gradients, self._joins = gradients, joins
         self._rewriter = Rewriter(graph)
         self._joined = {mark for marks in joins.marks.values() for mark in marks}
-        # Partial sums that their mark has not read yet, by the sum; by the marks that they add up,
-        # stacks, and values that are added as they are.
+        # Partial sums whose mark comes later, by mark and value. Then, by the marks of the
+        # gradients that they add up: stacks, and the sums of values that need no reduction.
         self._parts: dict[tuple[Op, Ref], Ref] = {}
         self._stacks: dict[tuple[Op, ...], Ref] = {}
         self._rest: dict[tuple[Op, ...], Ref] = {}
@@ -114,16 +114,16 @@ class _Rewriting:
         self._parts[mark, part.value] = Ref(made)
 
     def _is_stacked(self, mark: Op) -> bool:
-        """Whether a gradient's sums are added up before they are reduced.
+        """Whether the sums of a gradient are added up before they are reduced.
 
-        An activation's gradient that adds up several sums is reduced once. A parameter's are
-        reduced one by one: its parts may be computed far from each other.
+        An activation's gradient that adds up several sums is reduced once. Those of a parameter are
+        reduced one by one, because they may be computed at distant places of the program.
         """
         adds_up = isinstance(self._gradients[mark].found, Total)
         return mark in self._joined or (mark.entry.name == MARK_SUM and adds_up)
 
     def _gradient(self, mark: Op, gradient: Gradient) -> Ref | None:
-        """The reduced gradient at a mark; None if it is joined with others."""
+        """The reduced gradient at a mark; None if it is added to others before the reduction."""
         if not self._is_stacked(mark):
             return self._total(gradient.found, mark)
         stacks, others = [], []
@@ -142,7 +142,7 @@ class _Rewriting:
         return None if mark in self._joined else self._reduced((mark,), mark)
 
     def _join(self, op: Op, marks: tuple[Op, ...]) -> None:
-        """Adds up the stacks of some marks, and reduces them where nothing more is added."""
+        """Adds up the stacks of some marks, and reduces the total after the last addition."""
         for found in (self._stacks, self._rest):
             terms = [found.pop(key) for key in [*found] if set(key) <= set(marks)]
             if terms:
@@ -179,7 +179,7 @@ class _Finder:
     def __init__(self, graph: Graph, target: Target) -> None:
         self._split, self._device_ids = target.split_dims, target.device_ids
         self._uses = uses(graph)
-        # The longest first: a gradient sums over all axes that split the batch.
+        # Those with the most axes come first: a gradient is summed over all axes of the batch.
         self._splits = target.data_splits
 
     def reduction(self, mark: Entry) -> Reduction | None:
@@ -190,20 +190,20 @@ class _Finder:
             dim: tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1)
             for dim, axes in enumerate(mark.sharding.dims)
         }
-        # A manual region is over all devices of its program, in the program's order.
+        # A manual region must have all devices of its program, in the program's order.
         if mesh.ids != self._device_ids:
             return None
         choices = self._choices(mark)
         if mark.name == MARK_SUM:
             split |= self._batch_of_activation(mark, split)
-        whole = None
+        unscattered = None
         for batch_axes, sequence_axes in choices:
             by_batch = [
                 (dim, axis) for dim, axes in split.items() for axis in axes if axis in batch_axes
             ]
-            if not by_batch and whole is None:
+            if not by_batch and unscattered is None:
                 others = tuple((d, axes) for d, axes in split.items() if axes)
-                whole = Reduction(
+                unscattered = Reduction(
                     mesh,
                     batch_axes,
                     others=others,
@@ -223,16 +223,19 @@ class _Finder:
                     of_activation=mark.name == MARK_SUM,
                     sequence_axes=sequence_axes,
                 )
-        return whole
+        return unscattered
 
     def _choices(self, mark: Entry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The axes that a marked gradient may be summed over; those of the sequence come apart."""
+        """The axes that a marked gradient may be summed over.
+
+        For each choice: all of them, and those among them that split the sequence.
+        """
         assert mark.sharding is not None and mark.summed_over is not None
         known = [split for split in self._splits if split.mesh == mark.sharding.mesh]
         if mark.name == MARK_SUM:
             return [(mark.summed_over, ())]
         if mark.summed_over:
-            # The mark speaks of the batch; no other axis of the data may split a sequence of it.
+            # The mark names the axes of the batch. Further axes may split the sequence dim.
             given = mark.summed_over
             sequences = [split.sequence for split in known if {*split.batch} <= {*given}]
             sequence = next((axes for axes in sequences if {*axes}.isdisjoint(given)), ())
@@ -242,7 +245,7 @@ class _Finder:
     def _batch_of_activation(
         self, mark: Entry, split: Mapping[int, tuple[int, ...]]
     ) -> dict[int, tuple[int, ...]]:
-        """The axes that split an activation's batch as they split the program's data."""
+        """The axes that split an activation's batch and sequence dims, like those of the data."""
         assert mark.sharding is not None
         used = {*(mark.summed_over or ()), *(axis for axes in split.values() for axis in axes)}
         mesh, shape = mark.sharding.mesh, mark.spec.shape
@@ -252,7 +255,7 @@ class _Finder:
             if known.mesh != mesh:
                 continue
             by_dim = {0: known.batch, 1: known.sequence if len(shape) > 2 else ()}
-            # A sequence may be split further by the axes that the sum is scattered over.
+            # The axes that the sum is scattered over may also split the sequence.
             found = {
                 dim: (*(axis for axis in axes if mesh.mesh_shape[axis] > 1), *split[dim])
                 for dim, axes in by_dim.items()
@@ -268,7 +271,7 @@ class _Finder:
         return {}
 
     def sum(self, value: Ref, reduction: Reduction) -> Sum | Total | None:
-        """A value as a sum over the batch, or None."""
+        """A value as a sum over the batch; None if it is not known to be one."""
         spec = value.spec
         while (op := value.op) is not None and self._passes_on(op, value, reduction):
             value = op.operands[0]
@@ -277,7 +280,7 @@ class _Finder:
         if is_plain_addition(op.entry):
             return self._total(op, reduction) if op.entry.spec.shape == spec.shape else None
         if value.spec.shape != spec.shape and reduction.others:
-            return None  # other axes split dims of the gradient, which that result lacks
+            return None  # other axes split dims of the gradient, and this result has other dims
         if op.entry.traits.images and self._splits_positions(op):
             return None
         inputs = [x.spec for x in op.operands]
@@ -287,18 +290,18 @@ class _Finder:
         return self._lookup(op, reduction, spec)
 
     def _passes_on(self, op: Op, value: Ref, reduction: Reduction) -> bool:
-        """Whether a value, which this operation computes, is its operand: a sum is sought there."""
+        """Whether an operation only passes its operand on, so that the sum is sought there."""
         if op.entry.name == MARK_SUM:
-            # A sum that only goes into this one, which is reduced for both.
+            # A marked sum that only this one reads: one reduction serves both.
             return op.entry.summed_over == reduction.batch_axes and self._uses[value] == 1
         source = op.source_of_elements(Elements.RESHAPED)
         return op.entry.summed_over is None and source is not None
 
     def _splits_positions(self, op: Op) -> bool:
-        """Whether the program may split what a convolution's windows move over.
+        """Whether the program may split the spatial dims of a convolution.
 
-        Inside a region over the batch, XLA's partitioner returns zeros for the gradient of a weight
-        where that split is uneven.
+        If that split is uneven, XLA's partitioner returns zeros for the gradient of the weight
+        inside a region over the batch.
         """
         if isinstance(op.hint, ImageLayout):
             return any(op.hint.axes[2:])
@@ -306,11 +309,11 @@ class _Finder:
         return any(dim >= 2 - rank for dim in self._split)
 
     def _lookup(self, op: Op, reduction: Reduction, spec: Spec) -> Sum | None:
-        """The gradient of a table of which the whole batch looks up the same rows."""
+        """The gradient of a table, if all parts of the batch look up the same rows."""
         if op.entry.traits.rows is not Rows.WRITTEN or reduction.others:
             return None
         if reduction.sequence_axes:
-            return None  # each part of the batch looks up a part of the rows
+            return None  # each part of the batch looks up rows of its own
         found = self.sum(op.operands[0], reduction)
         if not isinstance(found, Sum) or found.lookup is not None:
             return None
@@ -319,21 +322,23 @@ class _Finder:
         return replace(found, spec=spec, lookup=Lookup(op, found.spec))
 
     def gains(self, gradient: Gradient) -> bool:
-        """Whether the partitioner would reduce a gradient, used once, less well.
+        """Whether the rewrite pays for a gradient that is not added to others.
 
-        It would all-reduce what can be scattered, or reduce in the dtype of the sum. Of several
-        sums over features, such as those of layers with one input, it would reduce each by itself
-        where something else is added in between, such as the gradient of an adapter.
+        The partitioner would emit an all-reduce in place of a reduce-scatter, or reduce in the
+        dtype of the sum. It would reduce each of several sums over features, such as those of
+        layers with the same input, if something else is added in between, such as the gradient of
+        an adapter.
         """
         parts = [*sums(gradient.found)]
-        # A sum behind a lookup is small. With a further axis, its region takes more memory.
+        # The sum that a lookup's gradient reads is small, and a region over a further axis would
+        # take more memory.
         scatters = gradient.reduction.axis is not None and not any(p.lookup for p in parts)
         if gradient.reduction.of_activation and len(parts) > 1:
             return True
         return scatters or any(p.value.spec.dtype != p.spec.dtype for p in parts)
 
     def _total(self, op: Op, reduction: Reduction) -> Total | None:
-        """Autograd adds up the gradients of a parameter that is used more than once."""
+        """An addition of sums: autograd adds up the gradients of a parameter that is used twice."""
         shape = op.entry.spec.shape
         found = [self.sum(x, reduction) if x.spec.shape == shape else None for x in op.operands]
         if not any(found):

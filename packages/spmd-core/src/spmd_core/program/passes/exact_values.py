@@ -1,9 +1,9 @@
-"""Stores the values of a program that are compared exactly, which have to be computed once.
+"""Materialises values that are compared exactly, so that they are computed only once.
 
-XLA computes a value anew in each loop that reads it, and rounds it differently there: a multiply
-and an add may be one operation in one loop and two in another. So of a computed tensor no element
-might equal its maximum, and a gradient that looks for it would be 0 / 0; eager torch stores every
-tensor. The values found here are stored too.
+XLA recomputes a value in each fusion that reads it, and may round it differently there: a multiply
+and an add are fused into one rounding in one loop and not in another. Then no element of a computed
+tensor might equal its maximum, and a gradient that looks for the maximum would be 0 / 0. Eager
+torch stores every tensor; this pass stores those for which it matters.
 """
 
 import math
@@ -17,8 +17,8 @@ from spmd_core.program.target import Target
 def exact_values(graph: Graph, target: Target) -> Graph:
     """The graph in which such values are stored.
 
-    They are floating-point or complex results of operations that choose among them or compare two
-    tensors, also by way of views and copies.
+    They are floating-point or complex values that an operation compares with each other or with
+    another tensor, directly or by way of views and copies.
     """
     stored = _stored(graph)
     if not stored:

@@ -1,10 +1,10 @@
-"""Tells convolutions and poolings how the images that they read are split.
+"""Propagates how images are split to the convolutions and poolings that read them.
 
-XLA's partitioner chooses the shardings of what nobody marked when it is too late for a lowering to
-choose its form. So the layouts are followed from leaves and marks through the operations of vision
-models. A layout that was guessed wrong costs a resharding, and no value: what a lowering does with
-it holds for tensors of any sharding. Where a layout is not known, windows take other forms
-(`ops.kernels.windows`).
+A lowering must know the split to choose its form, but XLA's partitioner chooses the shardings of
+unmarked values only after lowering. So the layouts of inputs and marks are propagated through the
+operations of vision models. A layout that was guessed wrong costs a resharding, and changes no
+value: lowerings are right for every sharding. If a layout is not known, windows are lowered in
+another form (`ops.kernels.windows`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def image_layouts(graph: Graph, target: Target) -> Graph:
-    """The graph with the layout of the images that windows read, where it is known."""
+    """The graph with hints that have the layouts of the images that windows read, if known."""
     if not target.is_split or not target.mesh.exists:
         return graph
     if not any(op.entry.traits.images for op in graph.ops):
@@ -45,9 +45,9 @@ def image_layouts(graph: Graph, target: Target) -> Graph:
             known.update((result, ()) for result in op.results)
             continue
         if entry.sharding is not None:
-            is_whole = entry.along is None
+            is_complete = entry.along is None
             named = target.named(entry.sharding)
-            known[Ref(op)] = axes_of(named, entry.spec) if is_whole else ()
+            known[Ref(op)] = axes_of(named, entry.spec) if is_complete else ()
             continue
         inputs = [(x.spec, known[x]) for x in op.operands]
         images = _images(entry, inputs)
@@ -58,19 +58,19 @@ def image_layouts(graph: Graph, target: Target) -> Graph:
 
 
 def _images(entry: Entry, inputs: Sequence[tuple[Spec, _Axes]]) -> _Axes:
-    """The layout of what the operation's windows read; empty if unknown or no such operation."""
+    """The layout of the images that the operation's windows read; empty if there are none."""
     read = (inputs[i] for i in entry.traits.images)
     return next((axes for _, axes in read if any(axes)), ())
 
 
 def _result(entry: Entry, spec: Spec, inputs: Sequence[tuple[Spec, _Axes]]) -> _Axes:
-    """The layout of a result: that of the first split input of its shape, but for channels.
+    """The layout of a result: that of the first split input of its shape.
 
-    A concatenation of channels has that shape too.
+    The number of channels may differ, as for a concatenation along them.
     """
     if len(spec.shape) < 3:
         return ()
-    if len(entry.traits.images) == 1:  # whatever the sizes
+    if len(entry.traits.images) == 1:  # a convolution or pooling, whose result has other sizes
         axes = inputs[entry.traits.images[0]][1]
         return (axes[0], (), *axes[2:]) if axes and entry.traits.is_product else axes
     for x, axes in inputs:

@@ -1,4 +1,4 @@
-"""Has the program check the indices that operations read and write at (`config.check_indices`)."""
+"""Inserts checks of the indices at which operations read and write (`config.check_indices`)."""
 
 import functools
 from dataclasses import replace
@@ -13,16 +13,16 @@ from spmd_core.program.index_flag import Flag
 from spmd_core.program.index_layouts import IndexLayouts
 from spmd_core.program.index_ranges import needed
 from spmd_core.program.ir import Graph, InsertedEntry, Op, Rewriter
-from spmd_core.program.target import Target, Whole
+from spmd_core.program.target import Replicated, Target
 
 
 def index_checks(graph: Graph, target: Target) -> Graph:
-    """The graph with a check before each operation that needs one."""
+    """The graph with a check before each operation whose indices may be out of range."""
     checks = needed(graph) if graph.recorded.checks_indices else []
     if not checks:
         return graph
     layouts = IndexLayouts(target)
-    is_split = target.whole is Whole.NOTHING and len(target.device_ids) > 1
+    is_split = target.replicated_part is Replicated.NOTHING and len(target.device_ids) > 1
     splits = [layouts.split(value) if is_split else () for _, _, value in checks]
     flag = Flag([check for check, _, _ in checks], splits, target.jax_mesh)
     rewriter = Rewriter(graph)

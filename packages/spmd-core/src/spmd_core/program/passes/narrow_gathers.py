@@ -1,8 +1,9 @@
-"""Moves a cast to a smaller dtype before the gather of what it casts.
+"""Moves a cast to a narrower dtype before the gather whose result it casts.
 
-`fully_shard` gathers a parameter before a block uses it, sequence parallelism the input of a layer,
-and autocast casts them where they are used. The cast values are the same in either order, and the
-gather moves half the bytes. What is gathered and cast several times is gathered once.
+`fully_shard` gathers a parameter before a block uses it, and sequence parallelism gathers the input
+of a layer; autocast then casts the gathered value where it is used. The values are the same in
+either order, and the gather of the narrow value moves half the bytes. A value that is gathered and
+cast several times is gathered once.
 """
 
 from typing import NamedTuple
@@ -11,21 +12,21 @@ from spmd_core.graph.values import Entry
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter, mark
 from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
-from spmd_core.program.target import Target, Whole
+from spmd_core.program.target import Replicated, Target
 from spmd_core.sharding.sharding import Sharding
 
 _GATHERS = (MARK_SHARDING, MARK_ALONG)
 
 
 class _Gather(NamedTuple):
-    """A gather that a cast goes before.
+    """A gather, and the cast that is moved before it.
 
     Attributes:
-        source: the value to cast.
+        source: the value that is gathered.
         cast: the cast.
-        before: how that value is sharded.
+        before: the sharding of that value.
         after: the sharding of the gathered value.
-        along: the axes that both speak of; None for all.
+        along: the mesh axes that both shardings constrain; None for all.
     """
 
     source: Ref
@@ -36,8 +37,8 @@ class _Gather(NamedTuple):
 
 
 def narrow_gathers(graph: Graph, target: Target) -> Graph:
-    """The graph with such casts before their gathers."""
-    gathers = {} if target.whole is Whole.EVERYTHING else _gathers(graph)
+    """The graph with these casts before their gathers."""
+    gathers = {} if target.replicated_part is Replicated.EVERYTHING else _gathers(graph)
     if not gathers:
         return graph
     rewriter = Rewriter(graph)
@@ -58,7 +59,7 @@ def narrow_gathers(graph: Graph, target: Target) -> Graph:
 
 
 def _gathers(graph: Graph) -> dict[Op, _Gather]:
-    """The gathers before casts, by the cast."""
+    """The gathers whose result is cast, by the cast."""
     casts = [op for op in graph.ops if op.is_cast]
     if not casts:
         return {}
@@ -72,7 +73,7 @@ def _gathers(graph: Graph) -> dict[Op, _Gather]:
         is_narrower = op.entry.spec.dtype.itemsize < gather.entry.spec.dtype.itemsize
         if before is None or after is None or not is_narrower:
             continue
-        # Another use would gather it in its own dtype as well.
+        # Another use of the gathered value would need a second gather, in its own dtype.
         uses = {(user.entry.name, user.entry.spec.dtype) for user in users[op.operands[0]]}
         if len(uses) > 1 or along != gather.entry.along or before.mesh != after.mesh:
             continue
@@ -82,7 +83,7 @@ def _gathers(graph: Graph) -> dict[Op, _Gather]:
 
 
 def _layout(value: Ref) -> tuple[Sharding | None, tuple[int, ...] | None]:
-    """How a value is sharded, and the axes that its mark speaks of."""
+    """The sharding of a value, and the mesh axes that its mark constrains."""
     while (op := value.op) is not None and op.entry.sharding is None:
         source = op.source_of_elements(Elements.SAME)
         if source is None or source.spec.dtype != value.spec.dtype:

@@ -1,18 +1,18 @@
-"""Has a TPU's program make gradients, and casts of parameters, where they were recorded.
+"""Has a TPU compute gradients, and casts of parameters, where they were recorded.
 
-XLA's TPU compiler orders operations by what they free and take at their place, and sees no further:
+XLA's TPU scheduler orders operations by the memory that they free and allocate, with no lookahead:
 
 - The gradient of a parameter is read at the end of the program, where all are clipped by their
-  norm. The compiler makes it there, if it is no smaller than its operands, and keeps these until
-  then, or each device's part of a gradient in place of the reduced shard.
-- A checkpointed block casts its parameters in both runs. The compiler casts once, in the first one,
-  and keeps the casts of the whole model until backward.
+  norm. If it is no smaller than its operands, the scheduler computes it there, and keeps the
+  operands until then, or keeps each device's partial sum in place of the reduced shard.
+- A checkpointed block casts its parameters in the forward and in the recomputation. XLA merges the
+  two casts into one, in the forward, and keeps the casts of all parameters until backward.
 
-With GPT-2 over 4 devices, that was half of the temporaries. So in the second run of a block, which
-begins with an optimization barrier, the barrier waits for all gradients but the later half of those
-that the last block made (which may be reduced meanwhile), and parameters are cast behind it. What
-reads a gradient waits for all that no second run has waited for: the compiler makes an all-reduce
-of some reduce-scatters, and would cut it where it is read, at the end.
+With GPT-2 over 4 devices, that was half of the temporaries. The recomputation of a block begins
+with an optimization barrier. So this pass has that barrier wait for all gradients but the later
+half of those of the previous block (which may be reduced meanwhile), and has parameters cast after
+it. An operation that reads a gradient waits for all gradients for which no barrier has waited: XLA
+turns some reduce-scatters into an all-reduce and a slice, and would slice only at the end.
 """
 
 import functools
@@ -43,10 +43,10 @@ def paced_gradients(graph: Graph, target: Target) -> Graph:
 
 @dataclass
 class _Pace:
-    """What barriers wait for, while the graph is walked.
+    """The walk over the graph, and the values that barriers have to wait for.
 
     Attributes:
-        graph: the graph; what a barrier has waited for is read behind it.
+        graph: the graph. A value that a barrier has waited for is read from the barrier's result.
         is_summed: whether gradients are summed over devices.
         rewriter: makes the new graph.
     """
@@ -55,22 +55,22 @@ class _Pace:
     is_summed: bool
     rewriter: Rewriter = field(init=False)
     _made: list[Ref] = field(default_factory=list)  # gradients
-    _late: list[Ref] = field(default_factory=list)  # earlier ones, for which no barrier has waited
+    _late: list[Ref] = field(default_factory=list)  # earlier gradients that no barrier waited for
     _parts: list[Ref] = field(default_factory=list)  # partial sums that nothing has read yet
-    _waited: set[Ref] = field(default_factory=set)  # of these
+    _waited: set[Ref] = field(default_factory=set)  # partial sums that a barrier waited for
     _casts: set[tuple[Ref, object]] = field(default_factory=set)  # of inputs of the program
-    _copied: dict[Ref, Ref] = field(default_factory=dict)  # of casts and marks: what they copy
-    _start: Ref | None = None  # what the current second run waits for
-    # The first result of the recorded operation at hand, with its position, and the operands of
-    # partial sums that were made of the operation, behind that result.
+    _copied: dict[Ref, Ref] = field(default_factory=dict)  # operand of each cast and mark
+    _start: Ref | None = None  # the barrier's result at the start of the current recomputation
+    # The first result of the current recorded operation, with its position. Then, after a barrier
+    # for that result, the operands of the partial sums that were made of the operation.
     _first: tuple[int, Ref] | None = None
-    _behind: dict[Ref, Ref] = field(default_factory=dict)
+    _after_first: dict[Ref, Ref] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rewriter = Rewriter(self.graph)
 
     def add(self, op: Op) -> None:
-        """Adds an operation, whose operands are behind a barrier where they have to wait."""
+        """Adds an operation, which reads its operands from a barrier if it has to wait."""
         operands = self._operands(op) if op.manual is None else None
         self.rewriter.keep(op, operands)
         name = op.entry.name
@@ -82,7 +82,7 @@ class _Pace:
         if op.is_inserted and not isinstance(op.entry, PartialSumEntry):
             return
         if self._first is None or self._first[0] != op.source.position:
-            self._first, self._behind = (op.source.position, Ref(op)), {}
+            self._first, self._after_first = (op.source.position, Ref(op)), {}
         if isinstance(op.entry, PartialSumEntry):
             self._parts.append(Ref(op))
 
@@ -99,9 +99,9 @@ class _Pace:
             if is_again and self._start is not None:
                 return self.rewriter.wait([operands[0], self._start], op.source)[:1]
         elif not {*self._made, *self._late}.isdisjoint(op.operands):
-            numbers = [*self._late, *self._made]
+            gradients = [*self._late, *self._made]
             self._made, self._late = [], []
-            self._read_behind(numbers, self._wait([], numbers, op), op)
+            self._read_after(gradients, self._wait([], gradients, op), op)
             return None
         elif isinstance(op.entry, PartialSumEntry):
             return self._after_input_gradient(op, op.entry.part, operands)
@@ -110,23 +110,23 @@ class _Pace:
     def _after_input_gradient(
         self, op: Op, part: Sum, operands: Sequence[Ref]
     ) -> Sequence[Ref] | None:
-        """The operands for the gradient of a weight, which waits for the input's gradient.
+        """The operands of a weight's gradient, after a barrier for the input's gradient.
 
-        The weight, which was gathered for the latter, is then gone.
+        The weight was gathered for the input's gradient, and is freed before this one is computed.
         """
         entry, structure = part.op.entry, part.op.entry.structure
         if entry.traits.parts is not Parts.PIECES or not structure or structure[0] is None:
             return None
         if self._first is None or self._first[0] != op.source.position or part.result == 0:
             return None
-        if not self._behind:
+        if not self._after_first:
             first = self.rewriter.now(self._first[1])
-            behind = self.rewriter.wait([*operands, first], op.source)
-            self._behind = dict(zip(operands, behind))
-        return [self._behind[x] for x in operands]
+            results = self.rewriter.wait([*operands, first], op.source)
+            self._after_first = dict(zip(operands, results))
+        return [self._after_first[x] for x in operands]
 
     def _after_gradients(self, op: Op, operands: Sequence[Ref]) -> list[Ref]:
-        # Parts of a gradient that adds up several, such as that of a table which is read twice.
+        # Partial sums that are still to be added up, as for a table that is read twice.
         parts = [x for x in self._parts if x not in self._waited]
         half = len(self._made) // 2
         gradients = [*self._late, *self._made[:half]]
@@ -135,21 +135,22 @@ class _Pace:
             return [*operands]
         found = self._wait([*operands, *map(self.rewriter.now, parts)], gradients, op)
         num_first = len(operands) + len(parts)
-        for part, behind in zip(parts, found[len(operands) : num_first]):
-            self.rewriter.replace(part, behind)
+        for part, result in zip(parts, found[len(operands) : num_first]):
+            self.rewriter.replace(part, result)
         self._waited.update(parts)
-        self._read_behind(gradients, found[num_first:], op)
+        self._read_after(gradients, found[num_first:], op)
         return [*found[: len(operands)]]
 
     def _wait(self, values: Sequence[Ref], gradients: Sequence[Ref], op: Op) -> tuple[Ref, ...]:
-        """Values behind a barrier, and for each gradient the array that is materialised."""
+        """The values and, for each gradient, the array that is materialised, after a barrier."""
         stored = [self.rewriter.now(self._source(x)) for x in gradients]
         return self.rewriter.wait([*values, *stored], op.source)
 
     def _source(self, gradient: Ref) -> Ref:
-        """What a gradient is a wider copy of, such as one that autocast computed; or itself.
+        """The array that is materialised: the narrow source of a widening cast, else the gradient.
 
-        A gradient that devices sum is summed in the dtype of the copy.
+        Autocast computes gradients in a narrow dtype. If devices sum a gradient, it is summed in
+        the wide dtype, so the wide array is materialised.
         """
         source = gradient
         while not self.is_summed and source in self._copied:
@@ -159,17 +160,17 @@ class _Pace:
             source = inner
         return source
 
-    def _read_behind(self, gradients: Sequence[Ref], stored: Sequence[Ref], op: Op) -> None:
-        """Has all further operations read gradients from what came out of a barrier."""
-        for gradient, behind in zip(gradients, stored):
+    def _read_after(self, gradients: Sequence[Ref], stored: Sequence[Ref], op: Op) -> None:
+        """Has all later operations read gradients from a barrier's results."""
+        for gradient, result in zip(gradients, stored):
             dtype = gradient.spec.dtype
-            if behind.spec.dtype != dtype:
+            if result.spec.dtype != dtype:
                 wide = dtypes.to_jax(dtype)
                 entry = inserted("spmd::cast", functools.partial(_cast, wide), gradient.spec)
-                behind = Ref(
-                    self.rewriter.add(entry, [behind], op.source, manuals=(gradient.manual,))
+                result = Ref(
+                    self.rewriter.add(entry, [result], op.source, manuals=(gradient.manual,))
                 )
-            self.rewriter.replace(gradient, behind)
+            self.rewriter.replace(gradient, result)
 
 
 def _cast(dtype: np.dtype, inputs: list[jax.Array]) -> jax.Array:

@@ -1,10 +1,10 @@
-"""Has a CPU's program compute products in the order of recording, so that operands are soon freed.
+"""Has a CPU compute products in the order of recording, so that their operands are freed early.
 
-XLA's CPU compiler puts a value that only the end of the program reads, such as the gradient of a
-weight, at the end too. The operands of all these gradients, which are the activations and their
-gradients, then live until the end. So each product waits for the products before it, and for the
-sums of such products, whose results are read late. On GPU and TPU the compiler orders for memory
-and for overlap with communication.
+XLA's CPU scheduler computes a value that is only read at the end of the program, such as the
+gradient of a weight, at the end. The operands of all these gradients, which are activations and
+their gradients, then live until the end. So this pass has each product wait for the earlier
+products whose results are read late, and for the sums of such products. On GPU and TPU the
+schedulers already take memory, and overlap with communication, into account.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,10 @@ _ADD = "aten::add.Tensor"
 
 
 def recorded_order(graph: Graph, target: Target) -> Graph:
-    """The graph with barriers before products. Nothing changes in a program without gradients.
+    """The graph with barriers before products; unchanged if there are no gradients.
 
-    Data and what is marked is read at once: a gather of it may be shared with an earlier product.
+    Inputs and marked values are read without a barrier, because an earlier product may share their
+    gather.
     """
     if target.platform != "cpu" or not any("backward" in op.source.name for op in graph.ops):
         return graph
@@ -35,18 +36,18 @@ def recorded_order(graph: Graph, target: Target) -> Graph:
 
 @dataclass
 class _Order:
-    """What products wait for, while the graph is walked.
+    """The walk over the graph, and the values that products have to wait for.
 
     Attributes:
         graph: the graph.
-        rewriter: makes the new one.
+        rewriter: makes the new graph.
     """
 
     graph: Graph
     rewriter: Rewriter = field(init=False)
     _made: list[Ref] = field(default_factory=list)  # not waited for yet
-    _summable: set[Ref] = field(default_factory=set)  # by products and their sums
-    _first_use: dict[Ref, int] = field(default_factory=dict)  # by the position of recording
+    _summable: set[Ref] = field(default_factory=set)  # results of products and of their sums
+    _first_use: dict[Ref, int] = field(default_factory=dict)  # the position of the first reader
 
     def __post_init__(self) -> None:
         self.rewriter = Rewriter(self.graph)
@@ -57,17 +58,17 @@ class _Order:
             self._first_use.setdefault(value, len(self.graph.recorded.nodes))
 
     def add(self, ops: list[Op]) -> None:
-        """Adds what was made of one recorded operation."""
-        behind: dict[Ref, Ref] = {}
+        """Adds the operations that passes have made of one recorded operation."""
+        after: dict[Ref, Ref] = {}
         for op in ops:
             if _is_product(op):
-                behind = behind or self._behind(op)
-            self.rewriter.keep(op, [behind.get(x) or self.rewriter.now(x) for x in op.operands])
+                after = after or self._after_earlier(op)
+            self.rewriter.keep(op, [after.get(x) or self.rewriter.now(x) for x in op.operands])
         for op in ops:
             self._made += self._to_wait_for(op)
 
-    def _behind(self, op: Op) -> dict[Ref, Ref]:
-        """The operands of a product, behind a barrier for all that was made before."""
+    def _after_earlier(self, op: Op) -> dict[Ref, Ref]:
+        """The operands of a product, after a barrier for the earlier values."""
         own = [x for x in dict.fromkeys(op.operands) if not _may_be_shared(x)]
         if not own:
             return {}
@@ -79,8 +80,9 @@ class _Order:
         if not late:
             return {}
         found = self.rewriter.wait([self.rewriter.now(x) for x in (*own, *late)], op.source)
-        # Of what is local to a region, others read what is behind the barrier, too: XLA drops what
-        # nobody reads there, if it has another reader inside of the program, as local sums have.
+        # Later operations read a region's local value from the barrier. XLA drops a barrier's
+        # result that nothing reads, if the program has another reader of the operand, as for
+        # partial sums.
         for value, result in zip(late, found[len(own) :]):
             if value.manual is not None:
                 self.rewriter.replace(value, result)
@@ -88,9 +90,9 @@ class _Order:
 
     def _to_wait_for(self, op: Op) -> Iterator[Ref]:
         is_product = op.entry.traits.is_product
-        # A weight's gradients of several microbatches, for instance, which are added up.
+        # For instance, the gradients of a weight for several microbatches.
         is_sum = op.entry.name == _ADD and self._summable.issuperset(op.operands)
-        # Partial sums of several gradients; those of one are added where it is marked.
+        # Partial sums of several gradients. Those of one gradient are added up at its mark.
         is_joined = op.entry.name == ADDITION and op.source.name == _ADD
         if is_product or is_sum:
             self._summable.update(op.results)
@@ -100,7 +102,7 @@ class _Order:
 
 
 def _is_product(op: Op) -> bool:
-    """Whether an operation is a product, or a part of one."""
+    """Whether an operation is a product, or the partial sum of one."""
     entry = op.entry
     if isinstance(entry, PartialSumEntry):
         entry = entry.part.last_op.entry

@@ -1,8 +1,8 @@
-"""Drops a mark that a later one refines, if nothing else reads the marked value.
+"""Drops a sharding constraint that a later one refines, if nothing else reads its result.
 
-Parameters are often marked twice before anything reads them: split by a plan of tensor parallelism,
-and then by fsdp too. With both constraints, the partitioner would draw them in the first layout,
-and cut them afterwards.
+Parameters are often marked twice before anything reads them: first by a tensor parallel plan, then
+by FSDP. With both constraints, the partitioner would compute initial values in the first layout,
+and slice them afterwards.
 """
 
 from spmd_core.program.ir import Graph, Op, Rewriter
@@ -12,7 +12,7 @@ from spmd_core.sharding.sharding import Sharding
 
 
 def refined_marks(graph: Graph, target: Target) -> Graph:
-    """The graph without such marks."""
+    """The graph without these marks."""
     dropped = _refined(graph)
     if not dropped:
         return graph
@@ -27,7 +27,7 @@ def refined_marks(graph: Graph, target: Target) -> Graph:
 
 
 def _refined(graph: Graph) -> set[Op]:
-    """The marks whose readers all refine them."""
+    """The marks whose readers are all marks that refine them."""
     kept = {value.producer for value in graph.outputs}
     candidates = {op for op in graph.ops if _is_mark(op) and op not in kept}
     read: set[Op] = set()
@@ -47,7 +47,7 @@ def _is_mark(op: Op) -> bool:
 
 
 def _refines(fine: Sharding | None, coarse: Sharding | None) -> bool:
-    """Whether each device's block of the one is a part of its block of the other."""
+    """Whether each device's shard under `fine` is a part of its shard under `coarse`."""
     assert fine is not None and coarse is not None
     return fine.mesh == coarse.mesh and all(
         axes[: len(first)] == first for axes, first in zip(fine.dims, coarse.dims, strict=True)
