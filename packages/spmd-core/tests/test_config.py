@@ -33,7 +33,9 @@ def test_strict_ends_when_the_block_raises():
 
 def test_a_setting_is_not_deleted():
     with spmd.strict():
-        with pytest.raises(AttributeError, match=r"got del config\.strict\. Assign to it instead"):
+        with pytest.raises(
+            AttributeError, match=r"got del spmd\.config\.strict\. Assign to it instead"
+        ):
             del spmd.config.strict
         assert spmd.config.strict
         spmd.config.strict = False
@@ -76,7 +78,9 @@ def test_a_number_of_programs(value, error, message):
 
 
 def test_a_misspelt_setting_names_the_near_one():
-    with pytest.raises(AttributeError, match=r"got 'max_program'. Write config.max_programs\.$"):
+    with pytest.raises(
+        AttributeError, match=r"got 'max_program'. Write spmd.config.max_programs\.$"
+    ):
         spmd.config.max_program = 5
     with pytest.raises(AttributeError, match=r"has the settings cache_dir, .*Assign to one of"):
         spmd.config.nothing_like_it = 5

@@ -121,27 +121,27 @@ class Config:
         if kind is None:
             near = difflib.get_close_matches(name, _KINDS, n=1)
             raise AttributeError(
-                f"spmd_core.config has the settings {', '.join(_KINDS)}; got {name!r}. "
-                + (f"Write config.{near[0]}." if near else "Assign to one of these.")
+                f"spmd.config has the settings {', '.join(_KINDS)}; got {name!r}. "
+                + (f"Write spmd.config.{near[0]}." if near else "Assign to one of these.")
             )
         default = type(self).__dict__.get(name, {})
         if not _has_type(value, kind):
             raise TypeError(
-                f"config.{name} takes {_described(name, kind)}; got {value!r}, "
+                f"spmd.config.{name} takes {_described(name, kind)}; got {value!r}, "
                 f"of type {type(value).__name__}. Its default is {default!r}."
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_seconds = float in (kind, *get_args(kind))
         if is_number and not (value > 0 if is_seconds else value >= _LEAST.get(name, 1)):
             raise ValueError(
-                f"config.{name} takes {_described(name, kind)}; got {value!r}. "
+                f"spmd.config.{name} takes {_described(name, kind)}; got {value!r}. "
                 f"Its default is {default!r}."
             )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(
-            f"spmd_core.config keeps all of its settings; got del config.{name}. Assign to it "
+            f"spmd.config keeps all of its settings; got del spmd.config.{name}. Assign to it "
             "instead, for instance its default."
         )
 

@@ -402,7 +402,7 @@ def test_a_program_that_was_dropped(monkeypatch):
     text = str(debugging.explain_recompile())
     assert (
         "was compiled before and dropped from memory since, as more than 1 were in use. "
-        "Raise config.max_programs"
+        "Raise spmd.config.max_programs"
     ) in text
 
 

@@ -338,4 +338,4 @@ def test_out_of_memory_says_how_to_have_no_room():
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     error = explained(error, program.graph, program.record)
     assert isinstance(error, DeviceMemoryError)
-    assert "spmd_core.config.bound_growing_sizes = False" in str(error)
+    assert "spmd.config.bound_growing_sizes = False" in str(error)

@@ -108,7 +108,7 @@ def test_without_marks_and_lines() -> None:
     text = table()
     assert entry(text, "aten::mul.Tensor") == f"4.2 MB aten::mul.Tensor float32[1024, 1024] {where}"
     assert entry(text, "an argument") == f"4.2 MB an argument, float32[1024, 1024] {where}"
-    assert "spmd_core.config.record_source_lines = True" in text
+    assert "spmd.config.record_source_lines = True" in text
     # Alike ones have one line.
     more = [x + i for i in range(4)]
     assert "5 x aten::add.Tensor" in table() and more

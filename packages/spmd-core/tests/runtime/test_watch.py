@@ -106,7 +106,7 @@ def test_a_new_program_waits_for_the_neighbour(pair, monkeypatch):
         spmd.errors.ProcessError,
         match=r"this one is at number 2, train.py:98, and process 1 started number 1 at train.py:97"
         r" and did not come here within 0.02 s; process 1 does not tell its line: .* lock. Look at"
-        r" its output; raise config.process_timeout_s",
+        r" its output; raise spmd.config.process_timeout_s",
     ):
         starts(pair[0], "b", compares=True)
 
@@ -162,7 +162,7 @@ def test_a_process_that_stays_behind_is_named_in_all_with_its_line(pair, monkeyp
     assert said[0] == (
         "spmd_core: process 1 has started 1 programs with the others, and process 0 3, at "
         "train.py:99; process 1 has been at train.py:7 (wait) for 0 s. Look at its output. All end "
-        "if it does not come within config.process_timeout_s, 300 s."
+        "if it does not come within spmd.config.process_timeout_s, 300 s."
     )
     # When it comes, all is well, and what comes next is another matter.
     starts(pair[1], *"bc")
@@ -175,7 +175,7 @@ def test_a_process_that_stays_behind_is_named_in_all_with_its_line(pair, monkeyp
         with pytest.raises(
             spmd.errors.ProcessError,
             match=r"end together; the others have waited for 0.02 s: process 1 has started 3 "
-            r"programs.* process 1 has been at train.py:7 .* raise config.process_timeout_s if it",
+            r"programs.* process 1 has been at train.py:7 .* raise spmd.config.process_timeout_s",
         ):
             starts(each, "e")
 

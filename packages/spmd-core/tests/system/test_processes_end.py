@@ -36,7 +36,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(tmp_path):
         for start in ("spmd_core: ", "spmd_core.errors.ProcessError: ")
     )
     assert re.search(f"{where} for [0-9]+ s. Look at its output. All end if it does not", warning)
-    assert re.search(f"the others have waited for 6 s: .*{where}.*raise config.process", error)
+    assert re.search(f"the others have waited for 6 s: .*{where}.*raise spmd.config.process", error)
     assert warning in found.errors[1]
 
 

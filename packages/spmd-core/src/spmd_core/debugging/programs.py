@@ -226,8 +226,8 @@ def kept(program: ProgramRecord, what: str) -> Program:
             return found
     raise SpmdError(
         f"{what} reads a program that is kept; got {program.name}, which was dropped, as "
-        f"config.max_programs is {config.max_programs}. Raise it, or ask right after the program "
-        "ran."
+        f"spmd.config.max_programs is {config.max_programs}. Raise it, or ask right after the "
+        "program ran."
     )
 
 

@@ -124,7 +124,7 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
         note = (
             "The same program was compiled before and dropped from memory since, "
             f"as more than {config.max_programs} were in use. "
-            "Raise config.max_programs, or find out why there are so many."
+            "Raise spmd.config.max_programs, or find out why there are so many."
         )
         return Recompile(r.name, r.source, seconds, None, "", (), (), note)
     difference = Difference(old, new)

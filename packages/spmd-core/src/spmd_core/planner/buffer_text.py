@@ -155,7 +155,7 @@ def read(folder: str | Path) -> Buffers:
     if not assignments:
         raise PlanError(
             "a plan reads what the compiler writes of a program's memory; XLA wrote nothing into "
-            f"{folder}. Leave xla_dump_to out of config.compiler_options and of XLA_FLAGS."
+            f"{folder}. Leave xla_dump_to out of spmd.config.compiler_options and of XLA_FLAGS."
         )
     ranges = assignments[-1].with_name(
         assignments[-1].name.replace("buffer-assignment", "live-range")

@@ -183,7 +183,7 @@ def _describe(program: _Started, number: int) -> str:
         f"{check.position} of {program.name}, which has run: its reads took the nearest element "
         "and its writes were dropped, so what was computed from it since is wrong, and so are the "
         "tensors that were updated with that. Correct the index, and load such tensors anew or "
-        "from a checkpoint. spmd_core.config.check_indices = False leaves indices unchecked."
+        "from a checkpoint. spmd.config.check_indices = False leaves indices unchecked."
     )
 
 

@@ -63,7 +63,7 @@ def text(graph: RecordedGraph, names: Mapping[Storage, str]) -> str:
             lines.append(f"{'':16}{row.where}")
     if not any(row.where for row, _ in chosen):
         lines.append(
-            "spmd_core.config.record_source_lines = True before they are recorded adds their lines."
+            "spmd.config.record_source_lines = True before they are recorded adds their lines."
         )
     return "\n".join(lines)
 

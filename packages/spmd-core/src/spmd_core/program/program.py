@@ -162,7 +162,8 @@ def explained(
     """
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
-        options = f" under config.compiler_options {dict(graph.options)}" if graph.options else ""
+        given = dict(graph.options)
+        options = f" under spmd.config.compiler_options {given}" if given else ""
         return ProgramError(
             f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) "
             f"failed{options}: {text}"
@@ -171,7 +172,7 @@ def explained(
     if graph.growth is not None:
         advice += (
             f" Its arrays have room for a growing size up to {graph.growth.bound}; "
-            "spmd_core.config.bound_growing_sizes = False compiles each size without."
+            "spmd.config.bound_growing_sizes = False compiles each size without."
         )
     figures = f", {record.argument_bytes / 1e6:.1f} MB of arguments and "
     figures += f"{record.temp_bytes / 1e6:.1f} MB of temporaries per device"

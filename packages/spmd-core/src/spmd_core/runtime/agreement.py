@@ -69,8 +69,8 @@ def of_process_0(topic: str, text: str) -> str:
     except Exception as error:
         raise ProcessError(
             f"process 0 decides on the {topic} for all processes; got nothing from it within "
-            f"{config.process_timeout_s:g} s. Look at its output; raise config.process_timeout_s "
-            "if it is only slow."
+            f"{config.process_timeout_s:g} s. Look at its output; raise "
+            "spmd.config.process_timeout_s if it is only slow."
         ) from error
 
 
@@ -193,7 +193,7 @@ class Series:
             f"{self._wait(missing)} within {config.process_timeout_s:g} s: "
             "it failed, or is in another part of the program. "
             f"{_whereabouts(service, missing).capitalize()}. "
-            "Look at its output; raise config.process_timeout_s if it is only slow."
+            "Look at its output; raise spmd.config.process_timeout_s if it is only slow."
         )
 
     def close(self, text: str) -> None:

@@ -157,7 +157,7 @@ class Watch:
                     "all processes start the same programs; this one is at number "
                     f"{start.number}, {start.line}, and process {log.neighbour} {seen} and did not "
                     f"come here within {config.process_timeout_s:g} s; {where}. Look at its "
-                    "output; raise config.process_timeout_s if it is only slow."
+                    "output; raise spmd.config.process_timeout_s if it is only slow."
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.05)
@@ -261,11 +261,11 @@ class Watch:
         if gives_up:
             self._stop(
                 f"{_TOGETHER}; the others have waited for {config.process_timeout_s:g} s: {text}; "
-                "raise config.process_timeout_s if it is only slow."
+                "raise spmd.config.process_timeout_s if it is only slow."
             )
         else:
             self._say_in_all(
-                f"{text}. All end if it does not come within config.process_timeout_s, "
+                f"{text}. All end if it does not come within spmd.config.process_timeout_s, "
                 f"{config.process_timeout_s:g} s."
             )
 
