@@ -260,10 +260,10 @@ FAULTS = (
     Fault(
         "spmd_core/program/execution.py",
         "an interrupted cut loses the pending updates in place",
-        "            except BaseException:  # an interruption, which loses nothing\n"
+        "            except BaseException:  # an interruption: everything stays pending\n"
         "                _request(live)\n"
         "                raise",
-        "            except BaseException:  # an interruption, which loses nothing\n"
+        "            except BaseException:  # an interruption: everything stays pending\n"
         "                raise",
     ),
     Fault(

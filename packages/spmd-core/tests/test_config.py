@@ -53,7 +53,7 @@ def test_each_setting_refuses_other_values_and_stays(field):
         with pytest.raises((TypeError, ValueError)) as caught:
             setattr(spmd.config, field.name, value)
         message = str(caught.value)
-        assert message.startswith(f"config.{field.name} takes "), message
+        assert message.startswith(f"spmd.config.{field.name} takes "), message
         assert f"got {value!r}" in message and "Its default is " in message
         assert getattr(spmd.config, field.name) is before
     for value in (before, *([1, 3] if is_number else [])):
