@@ -1,0 +1,204 @@
+"""Faults of values, devices and programs: graphs, passes, the partitioner's rules."""
+
+from .fault import Fault
+
+FAULTS = (
+    # ---- graph -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a view that was read once never sees a later write",
+        "        if self.version == version:",
+        "        if self.version >= 0:",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a write of computed or host data does not raise the version",
+        "        self.version += 1",
+        "        self.version += value.data is None",
+    ),
+    Fault(
+        "spmd_core/graph/repetition.py",
+        "sums over the microsteps of a step are taken for steps of a loop",
+        "if readers[earlier, index] > 1 and",
+        "if readers[earlier, index] > 0 and",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a cut's result does not become the committed value",
+        "            self.committed = value\n            self.recorder = None\n",
+        "            self.recorder = None\n",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "the offset of a dtype view of a view scales the wrong way",
+        "base_offset * self.scale[0] // self.scale[1]",
+        "base_offset * self.scale[1] // self.scale[0]",
+    ),
+    Fault(
+        "spmd_core/graph/values.py",
+        "computed values keep their inputs, so their memory is not freed",
+        "self.entry, self.inputs, self.numbers = None, (), ()",
+        "self.entry, self.numbers = None, ()",
+    ),
+    # ---- runtime ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/runtime/buffers.py",
+        "an uneven tensor's last block is padded at its beginning",
+        "np.pad(block, [(0, (b - a) - have) for",
+        "np.pad(block, [((b - a) - have, 0) for",
+    ),
+    Fault(
+        "spmd_core/runtime/in_flight.py",
+        "beyond the in-flight limit nothing waits for the oldest program",
+        "        while len(self._queue) > limit:\n            self._wait_for_oldest()",
+        "        while len(self._queue) > limit:\n            self._queue.popleft()",
+    ),
+    Fault(
+        "spmd_core/runtime/jax_sharding.py",
+        "jax's mesh has the devices in ascending order, not the mesh's",
+        "np.array([all_devices[i] for i in device_ids], dtype=object)",
+        "np.array([all_devices[i] for i in sorted(device_ids)], dtype=object)",
+    ),
+    Fault(
+        "spmd_core/runtime/jax_sharding.py",
+        "two meshes in one program: parts of an axis in the wrong order",
+        "sorted(self._axis_at.items(), reverse=True)",
+        "sorted(self._axis_at.items())",
+    ),
+    Fault(
+        "spmd_core/runtime/hybrid_mesh.py",
+        "simulated slices take every n-th device, not consecutive ones",
+        "devices[i * size : (i + 1) * size]",
+        "devices[i::num_slices]",
+    ),
+    # ---- program ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/program/index_ranges.py",
+        "a check of a wider range counts for a narrower one",
+        "wanted.low <= known.low\n        and known.high <= wanted.high",
+        "known.low <= wanted.low\n        and wanted.high <= known.high",
+    ),
+    Fault(
+        "spmd_core/program/lower.py",
+        "nothing is donated: updates in place need twice the memory",
+        "donate_argnums=tuple(i + 1 for i in recorded.donated)",
+        "donate_argnums=()",
+    ),
+    Fault(
+        "spmd_core/program/planning.py",
+        "the cache's key lacks the donated inputs: it frees held buffers",
+        "return compile_cache.get(self.key, self",
+        "return compile_cache.get(self.key._replace(donated=()), self",
+    ),
+    Fault(
+        "spmd_core/program/fold.py",
+        "inputs keep the padding of their shards inside the program",
+        "        array = jax.lax.slice(array, (0,) * array.ndim, shape)\n        return self",
+        "        return self",
+    ),
+    Fault(
+        "spmd_core/program/lower.py",
+        "results lie where the partitioner likes, not as they are marked",
+        "out_shardings=(out_shardings, fold.flag.out_sharding)",
+        "out_shardings=(None, fold.flag.out_sharding)",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "a failed program's tensors are not left to whoever reads them",
+        "        for storage in live:\n            storage.fail()\n        raise error",
+        "        raise error",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "an interrupted cut loses the pending updates in place",
+        "            except BaseException:  # an interruption: everything stays pending\n"
+        "                _request(live)\n"
+        "                raise",
+        "            except BaseException:  # an interruption: everything stays pending\n"
+        "                raise",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "sync() swallows the error of a failed program",
+        "        raise error\n    counters.count",
+        "        return\n    counters.count",
+    ),
+    Fault(
+        "spmd_core/program/regions.py",
+        "in a manual region every device draws the same random numbers",
+        "folded = [jax.random.fold_in(k, lax.axis_index(_axes(manual))) for k in keys]",
+        "folded = list(keys)",
+    ),
+    Fault(
+        "spmd_core/program/passes/batch_sums.py",
+        "gradients are summed over the batch, and not over split sequences",
+        "return [((*given, *sequence), sequence)]",
+        "return [(given, ())]",
+    ),
+    Fault(
+        "spmd_core/program/ir.py",
+        "a rewriter's replacement counts for nothing: passes add what nobody reads",
+        "self._now[value] = by",
+        "pass",
+    ),
+    Fault(
+        "spmd_core/program/passes/recorded_order.py",
+        "products wait for what an earlier one has waited for",
+        "        self._made = []\n        if not late",
+        "        if not late",
+    ),
+    Fault(
+        "spmd_core/program/passes/paced_gradients.py",
+        "the second run of a block waits for all gradients",
+        "half = len(self._made) // 2",
+        "half = len(self._made)",
+    ),
+    Fault(
+        "spmd_core/program/passes/exact_values.py",
+        "what is compared by way of a view is stored behind the view alone",
+        "elif source is not None:",
+        "elif False:",
+    ),
+    Fault(
+        "spmd_core/program/dim_rules.py",
+        "a product with what was reduced over its dim counts as a sum of parts",
+        "value.reduced = before | (",
+        "value.reduced = set() | (",
+    ),
+    Fault(
+        "spmd_core/program/passes/refined_marks.py",
+        "a mark goes that a coarser one follows",
+        "axes[: len(first)] == first",
+        "first[: len(axes)] == axes",
+    ),
+    Fault(
+        "spmd_core/program/passes/image_layouts.py",
+        "convolutions do not know how their images are split",
+        "return graph.with_hints(hints)",
+        "return graph",
+    ),
+    Fault(
+        "spmd_core/program/passes/lookups.py",
+        "lookups are left to the partitioner",
+        "return graph.with_hints(hints)",
+        "return graph",
+    ),
+    Fault(
+        "spmd_core/program/passes/late_copies.py",
+        "what comes back from the host waits for nothing",
+        "                operands = [copied]\n",
+        "                pass\n",
+    ),
+    Fault(
+        "spmd_core/program/passes/index_checks.py",
+        "the programs check no index",
+        "    if not checks:\n",
+        "    if checks:\n",
+    ),
+    Fault(
+        "spmd_core/program/passes/replicated_values.py",
+        "a program that the partitioner makes invalid keeps its marks",
+        "if target.replicated_part is not Replicated.EVERYTHING:",
+        "if True:",
+    ),
+)

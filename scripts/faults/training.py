@@ -1,0 +1,157 @@
+"""Faults of what a training script calls: marks, modules, steps, data."""
+
+from .fault import Fault
+
+FAULTS = (
+    # ---- marks -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/marks/marking.py",
+        "gradients do not follow the sharding of their parameter",
+        "return marked_gradient(gradient, sharding) if is_leaf else",
+        "return None if is_leaf else",
+    ),
+    Fault(
+        "spmd_core/marks/placements.py",
+        "two Shard placements of one dim split it in the reverse order",
+        "for axes, factor in reversed(sharding):",
+        "for axes, factor in sharding:",
+    ),
+    Fault(
+        "spmd_core/marks/module_rules.py",
+        "a rule's expression matches at the beginning of a name only",
+        "if rule.search(name)",
+        "if rule.match(name)",
+    ),
+    # ---- torch_backend ---------------------------------------------------------------------------
+    Fault(
+        "spmd_core/torch_backend/autocast.py",
+        "autocast also narrows float64 tensors",
+        "\n            and tree.dtype is not torch.float64\n",
+        "\n",
+    ),
+    Fault(
+        "spmd_core/torch_backend/registration.py",
+        "a loaded optimizer state is replicated",
+        "                and handle.sharding is None\n",
+        "                and handle.sharding is not None\n",
+    ),
+    # ---- modules ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/program/reductions.py",
+        "gradients are not summed over the other axes of the batch",
+        "return lax.psum(total, over) if over else total",
+        "return total",
+    ),
+    Fault(
+        "spmd_core/program/passes/batch_sums.py",
+        "of gradients that are added up, only the last part is reduced",
+        "terms = [found.pop(key) for key in [*found] if set(key) <= set(marks)]",
+        "terms = [found.pop(key) for key in [*found] if set(key) <= set(marks)][-1:]",
+    ),
+    Fault(
+        "spmd_core/program/partial_sums.py",
+        "each device adds the bias of a row-parallel layer",
+        "jnp.where(_part(reduction) == 0, own",
+        "jnp.where(_part(reduction) >= 0, own",
+    ),
+    Fault(
+        "spmd_core/program/partial_sums.py",
+        "each device looks all rows of a split table up",
+        "found = (own >= 0) & (own < table.shape[0])",
+        "found = own < table.shape[0]",
+    ),
+    Fault(
+        "spmd_core/program/passes/narrow_gathers.py",
+        "what a block uses in two dtypes is gathered in both",
+        "if len(uses) > 1 or",
+        "if",
+    ),
+    Fault(
+        "spmd_core/modules/parallel_styles.py",
+        "what is gathered for a layer is kept from forward to backward",
+        "if over.reshards and not isinstance",
+        "if not over.reshards and not isinstance",
+    ),
+    Fault(
+        "spmd_core/modules/parallel_styles.py",
+        "gradients of a column-parallel layer's input are not reduced as a sum",
+        "of_input = over.layout(style.input_layouts[0], is_sum=True)",
+        "of_input = over.layout(style.input_layouts[0])",
+    ),
+    Fault(
+        "spmd_core/modules/fsdp_unit.py",
+        "by default gathered parameters are kept from forward to backward",
+        "not self.reshard_after_forward or self.inside_checkpoint",
+        "self.reshard_after_forward or self.inside_checkpoint",
+    ),
+    Fault(
+        "spmd_core/modules/regather.py",
+        "backward after an update of the parameters is silently wrong",
+        "if tensor._version != version:",
+        "if tensor._version < version:",
+    ),
+    Fault(
+        "spmd_core/modules/wrap_policies.py",
+        "parameters of inner units count for the outer one again",
+        "and self.policy(module, False, num_params - num_wrapped)",
+        "and self.policy(module, False, num_params)",
+    ),
+    Fault(
+        "spmd_core/modules/checkpointing.py",
+        "a checkpoint's second run attends to whole sequences",
+        "self._split = split_sequences.current.get()",
+        "self._split = None",
+    ),
+    Fault(
+        "spmd_core/modules/linear_cross_entropy.py",
+        "targets other than ignore_index are ignored",
+        "used = labels != ignore_index",
+        "used = labels != -100",
+    ),
+    # ---- steps -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/steps/closures.py",
+        "asynchronous closures see values of later steps",
+        "    copied = t.detach().clone()",
+        "    copied = t.detach()",
+    ),
+    Fault(
+        "spmd_core/steps/structures.py",
+        "to_cpu reads tied weights of a state dict once per name",
+        "            id(t._handle),",
+        "            id(t),",
+    ),
+    Fault(
+        "spmd_core/steps/weight_loading.py",
+        "weights of 8 bits are loaded without their scale",
+        "return min(source.itemsize, target.itemsize) > 1",
+        "return True",
+    ),
+    # ---- spmd_data -------------------------------------------------------------------------------
+    Fault(
+        "spmd_data/loader.py",
+        "batches_per_execution=2: an odd last batch's step is not sent",
+        "            if self._num_unsynced and self._batches_per_execution is not None:\n"
+        "                self._sync()\n"
+        "            self._position.end()\n",
+        "            self._position.end()\n",
+    ),
+    Fault(
+        "spmd_data/matching.py",
+        "a tensor with fewer dims than the spec takes its last entries",
+        "entries = tuple(spec.partition_spec)[:ndim]",
+        "entries = tuple(spec.partition_spec)[-ndim:]",
+    ),
+    Fault(
+        "spmd_data/sources.py",
+        "a resumed epoch passes over one batch too few",
+        'self._stream.num_skipped = state["batches"]',
+        'self._stream.num_skipped = max(0, state["batches"] - 1)',
+    ),
+    Fault(
+        "spmd_data/pipeline.py",
+        "a generator is asked for the next batch while its last one is being copied",
+        "if self._reuses_memory and not all(slot.is_ready for slot in self._slots):",
+        "if False:",
+    ),
+)
