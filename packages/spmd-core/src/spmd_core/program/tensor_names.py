@@ -5,15 +5,14 @@ all modules and optimizers of the process.
 """
 
 import gc
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from spmd_core.graph.storage import Storage
-
-Kind = TypeVar("Kind")
 
 
 def names() -> dict[Storage, str]:
@@ -23,7 +22,11 @@ def names() -> dict[Storage, str]:
     """
     found: dict[Storage, str] = {}
     of_parameter: dict[int, str] = {}
-    for module in _roots():
+    modules: list[nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    for one in _instances((nn.Module, torch.optim.Optimizer)):
+        (modules if issubclass(type(one), nn.Module) else optimizers).append(one)
+    for module in _roots(modules):
         root = type(module).__name__
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             name = f"{root}.{path}"
@@ -31,7 +34,7 @@ def names() -> dict[Storage, str]:
             _add(found, tensor, name)
             if tensor.is_leaf and tensor.grad is not None:
                 _add(found, tensor.grad, f"the gradient of {name}")
-    for optimizer in _all(torch.optim.Optimizer):
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = of_parameter.get(id(parameter), "a parameter of no module")
@@ -46,16 +49,28 @@ def _add(found: dict[Storage, str], tensor: Any, name: str) -> None:
         found.setdefault(handle.storage, name)
 
 
-def _roots() -> list[nn.Module]:
+def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that are part of no other one."""
-    modules = list(_all(nn.Module))
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
 
-def _all(kind: type[Kind]) -> Iterator[Kind]:
-    # By its type: a proxy's `__class__` may import a module, or raise.
-    return (x for x in _objects() if issubclass(type(x), kind))
+def _instances(kinds: Iterable[type]) -> list[Any]:
+    """All objects of these classes and of those derived from them.
+
+    A process has millions of objects, so no Python code runs for each of them. Types are compared
+    by identity: a proxy's `__class__` and a type's `__hash__` may import a module, or raise.
+    """
+    wanted = {id(kind): kind for kind in kinds}
+    pending = list(wanted.values())
+    while pending:
+        derived: type
+        for derived in type.__subclasses__(pending.pop()):
+            if id(derived) not in wanted:
+                wanted[id(derived)] = derived
+                pending.append(derived)
+    objects = _objects()
+    return list(itertools.compress(objects, map(wanted.__contains__, map(id, map(type, objects)))))
 
 
 def _objects() -> list[Any]:
