@@ -56,7 +56,7 @@ def test_both_sides_name_the_files_alike():
 
 @pytest.mark.one_device
 def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devices, tmp_path):
-    buffers = "allocation 0: size 4096, parameter 1, maybe-live-out:\n"
+    buffers = "allocation 0: size 4096, parameter 0, maybe-live-out:\n"
     compile_by(
         "import json, pathlib, sys\n"
         "folder = pathlib.Path(sys.argv[1])\n"
@@ -72,13 +72,19 @@ def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devi
         "if request['machine_code']:\n"
         "    (folder / 'code_bytes.txt').write_text('512')\n"
     )
-    made = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+
+    def train() -> None:
+        training.train_one_weight(num_devices)
+
+    made = spmd.plan(train, topology=like_a_tpu)
     assert made.step.peak_bytes - made.step.parts.get("other programs' arrays", 0) == 4096
     assert made.step.state_bytes == 4096
     assert made.step.costs.least_bytes == 2 * 4096
     assert MemoryUse.CODE not in made.step.parts
     assert "without machine code; --code makes it" in str(made)
-    whole = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu, machine_code=True)
+    whole = spmd.plan(
+        lambda: training.train_one_weight(num_devices), topology=like_a_tpu, machine_code=True
+    )
     assert whole.step.parts[MemoryUse.CODE] == 512
     assert whole.step.peak_bytes == made.step.peak_bytes + 512
     assert "without machine code" not in str(whole)
@@ -91,7 +97,7 @@ def _refused(text):
 def test_too_little_memory_is_no_error_of_the_plan(compile_by, like_a_tpu, num_devices):
     words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 58.4G of 31.0G hbm."
     compile_by(_refused(words))
-    made = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+    made = spmd.plan(lambda: training.train_one_weight(num_devices), topology=like_a_tpu)
     assert made.fits is False
     assert "must fit the device's memory" in made.refusals[0]
     assert "Used 58.4G of 31.0G hbm" in made.refusals[0]
@@ -130,7 +136,7 @@ def test_what_does_not_fit_a_tpu_is_named(without_xla_flags):
 def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
     compile_by(_refused("INTERNAL: [hlo verifier] wrong"))
     with pytest.raises(spmd.errors.ProgramError, match=r"failed: INTERNAL: \[hlo verifier\] wrong"):
-        spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+        spmd.plan(lambda: training.train_one_weight(num_devices), topology=like_a_tpu)
 
 
 @pytest.mark.parametrize(

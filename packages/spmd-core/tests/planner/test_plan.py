@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.planner.memory_uses import MemoryUse, roles
+from spmd_core.planner.planned import TopologyPlan
 from spmd_core.program import compile_cache, planned_program
 from spmd_core.runtime import devices
 from spmd_core.runtime.processes import get_1d_mesh
+
+counter = spmd.metrics.counter
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,56 @@ def planned():
     spmd.sync()
     count = spmd.global_runtime_device_count()
     return spmd.plan(lambda: training.train(count), topology=f"cpu-{count}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A plan of many steps, all compiled, and what the process saw of it.
+
+    Attributes:
+        made: the plan.
+        num_steps: how many steps ended in it.
+        called, called_before: what step closures were given that were added in it, and before it.
+        uploads, random_states, weights: before the plan and after it.
+        pending: the values of a tensor that was pending before.
+    """
+
+    made: TopologyPlan
+    num_steps: int
+    called: list[float]
+    called_before: list[float]
+    uploads: tuple[int, int]
+    random_states: tuple[torch.Tensor, torch.Tensor]
+    weights: tuple[torch.Tensor, torch.Tensor]
+    pending: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def whole():
+    gc.collect()
+    spmd.sync()
+    count = spmd.global_runtime_device_count()
+    weights = [training.train(count, steps=2)[0].weight.cpu()]
+    torch.manual_seed(11)
+    uploads, states = ([read()] for read in (lambda: counter("uploads"), torch.get_rng_state))
+    pending = torch.arange(8.0, device="xla") + 1
+    called, called_before, ran = [], [], []
+    spmd.add_step_closure(lambda value: called_before.append(value.item()), args=(pending.sum(),))
+
+    def after_step(loss: torch.Tensor) -> None:
+        ran.append(loss)
+        spmd.add_step_closure(lambda value: called.append(value.item()), args=(loss,))
+
+    made = spmd.plan(
+        lambda: training.train(count, steps=50, after_step=after_step),
+        topology=f"cpu-{count}",
+        compile_all=True,
+    )
+    uploads.append(counter("uploads"))
+    states.append(torch.get_rng_state())
+    values = (pending * 2).cpu()
+    weights.append(training.train(count, steps=2)[0].weight.cpu())
+    return Whole(made, len(ran), called, called_before, uploads, states, weights, values)
 
 
 @pytest.mark.one_device
@@ -69,41 +123,36 @@ def test_buffers_name_the_users_lines(planned):
 
 
 @pytest.mark.one_device
-def test_nothing_runs_and_the_process_goes_on(num_devices, nothing_pending):
-    before = training.train(num_devices, steps=2)[0].weight.cpu()
-    torch.manual_seed(11)
-    state, counters = torch.get_rng_state(), spmd.metrics.counter("uploads")
-    ran = []
-    made = spmd.plan(
-        lambda: training.train(num_devices, steps=50, after_step=ran.append),
-        topology=f"cpu-{num_devices}",
-    )
+def test_nothing_runs_and_the_process_goes_on(whole):
     # The first step makes the optimizer's state, the second is another program, three are quiet.
-    assert made.num_steps == len(ran) + 1 < 10
-    assert spmd.metrics.counter("uploads") == counters
-    assert torch.equal(torch.get_rng_state(), state)
+    assert whole.made.num_steps == whole.num_steps + 1 < 10
+    assert whole.uploads[0] == whole.uploads[1]
+    assert torch.equal(*whole.random_states)
     assert not devices.is_abstract()
     assert not spmd.is_planning()
-    after = training.train(num_devices, steps=2)[0].weight.cpu()
-    assert torch.equal(before, after)
+    assert torch.equal(*whole.weights)
 
 
-def test_the_first_training_step_is_compiled_if_asked(planned, num_devices):
+def test_step_closures_are_not_called(whole):
+    """Neither in the plan nor at the steps behind it; those from before it wait for these."""
+    assert whole.made.step is not None
+    assert not whole.made.ended_by
+    assert whole.called == []
+    assert whole.called_before == [36.0]
+
+
+def test_the_first_training_step_is_compiled_if_asked(planned, whole):
     assert [record.executions for record in planned.left_out] == [1]
     assert "--all compiles it, too" in str(planned)
-    made = spmd.plan(
-        lambda: training.train(num_devices), topology=f"cpu-{num_devices}", compile_all=True
-    )
-    assert made.left_out == ()
-    assert len(made.programs) == len(planned.programs) + 1
-    assert made.step.peak_bytes == planned.step.peak_bytes
+    assert whole.made.left_out == ()
+    assert len(whole.made.programs) == len(planned.programs) + 1
+    first, second = (dict(made.step.parts) for made in (planned, whole.made))
+    second.pop(MemoryUse.ELSEWHERE)  # the losses that it keeps
+    assert first == second
 
 
-def test_what_is_pending_before_stays(num_devices):
-    spmd.use_spmd()
-    x = torch.arange(8.0).to("xla") + 1
-    spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
-    assert torch.equal((x * 2).cpu(), torch.arange(8.0) * 2 + 2)
+def test_what_is_pending_before_stays(whole):
+    assert torch.equal(whole.pending, torch.arange(8.0) * 2 + 2)
 
 
 def test_is_planning_is_true_inside(num_devices):
@@ -115,8 +164,8 @@ def test_is_planning_is_true_inside(num_devices):
 def test_a_plan_of_fewer_devices(num_devices):
     if num_devices == 1:
         pytest.skip("needs several devices")
-    made = spmd.plan(lambda: training.train(2), topology="cpu-2")
-    assert made.step.parts[MemoryUse.PARAMETERS] == training.NUM_PARAMS * 4 // 2
+    made = spmd.plan(lambda: training.train_one_weight(2), topology="cpu-2")
+    assert made.step.parts[MemoryUse.PARAMETERS] == 2 * 4 * 4 // 2
     assert devices.global_runtime_device_count() == num_devices
 
 
@@ -186,20 +235,6 @@ def test_every_kind_of_read_is_refused(num_devices, reads, what):
     assert f"must not read {what}" in made.ended_by
 
 
-def test_step_closures_are_not_called(num_devices):
-    called = []
-
-    def after_step(loss: torch.Tensor) -> None:
-        spmd.add_step_closure(lambda value: called.append(value.item()), args=(loss,))
-
-    made = spmd.plan(
-        lambda: training.train(num_devices, after_step=after_step), topology=f"cpu-{num_devices}"
-    )
-    assert made.step is not None
-    assert not made.ended_by
-    assert called == []
-
-
 def test_a_plan_inside_of_a_plan_is_refused(num_devices):
     def inner() -> None:
         spmd.plan(lambda: None, topology="cpu-1")
@@ -250,7 +285,7 @@ def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, mon
         raise spmd.errors.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
 
     monkeypatch.setattr(planned_program, "build", refuse)
-    made = spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
+    made = spmd.plan(lambda: training.train_one_weight(num_devices), topology=f"cpu-{num_devices}")
     assert made.fits is False
     assert made.peak_bytes is None
     assert "58.4G of 31.0G" in made.refusals[0]

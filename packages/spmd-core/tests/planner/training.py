@@ -1,4 +1,4 @@
-"""A small model that tests plan and train: one run, with marks, AdamW and clipping."""
+"""Small models that tests plan and train: with marks, AdamW and clipping, and one weight alone."""
 
 import torch
 from torch import nn
@@ -31,3 +31,17 @@ def train(num_devices: int, *, steps: int = 6, after_step=lambda loss: None) -> 
 
 
 NUM_PARAMS = 2 * WIDTH * HIDDEN + WIDTH + HIDDEN
+
+
+def train_one_weight(num_devices: int, *, steps: int = 6) -> None:
+    """As few operations as a plan's step has: for what does not depend on the model."""
+    spmd.use_spmd()
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    weight = nn.Parameter(torch.ones(num_devices, 4).to("xla"))
+    spmd.mark_sharding(weight, mesh, ("fsdp",))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(steps):
+        weight.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()

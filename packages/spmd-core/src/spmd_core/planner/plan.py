@@ -37,6 +37,7 @@ from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.source_lines import Phase
+from spmd_core.steps import closures
 
 # Steps that update a state without a compile, after which a plan is complete. More than one: a
 # script may end each of the backward passes that it accumulates as a step.
@@ -179,6 +180,7 @@ def plan(
         with (
             torch.random.fork_rng(devices=[]),
             _with_source_lines(),
+            closures.set_aside(),
             abstract.planning(found.devices, run),
         ):
             execution.around_step.append(recorder.around_step)

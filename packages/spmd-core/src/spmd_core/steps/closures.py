@@ -81,6 +81,23 @@ def wait_for_closures() -> None:
 
 
 @contextmanager
+def set_aside() -> Iterator[None]:
+    """For a plan: inside, only closures that are added inside wait, and the end drops them.
+
+    The earlier ones wait again afterwards.
+    """
+    with lock:
+        before = [*_waiting]
+        _waiting.clear()
+    try:
+        yield
+    finally:
+        with lock:
+            _waiting.clear()
+            _waiting.extend(before)
+
+
+@contextmanager
 def _closures_of_step() -> Iterator[None]:
     """Around the cut that ends a step: prepares the step's closures before it, runs them after."""
     _background.raise_error()
