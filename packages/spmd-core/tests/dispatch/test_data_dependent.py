@@ -6,54 +6,16 @@ gradients. Static alternatives read nothing.
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
+from data_dependent import both, quiet, reads, t
 
 import spmd_core as spmd
 from spmd_core.dispatch import shape_reads
 
 pytestmark = pytest.mark.one_device
 SAYS = "the shape of the result of {} depends on the data"
-quiet = pytest.mark.filterwarnings(
-    "ignore:the shape of the result", "ignore:indexing with dtype torch.uint8"
-)
-
-
-def reads() -> int:
-    return spmd.metrics.counter("data_dependent_reads")
-
-
-def both(function):
-    """Asserts that CPU and device give equal results, or exceptions of one type.
-
-    Returns the device's result or exception.
-    """
-    results = []
-    for device in ("cpu", "xla"):
-        try:
-            results.append(function(device))
-        except (RuntimeError, IndexError) as error:
-            results.append(error)
-    right, got = results
-    if isinstance(right, Exception):
-        assert type(got) is type(right), (right, got)
-        return got
-    assert not isinstance(got, Exception), got
-    for mine, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(right), strict=True):
-        if isinstance(theirs, torch.Tensor):
-            assert mine.device.type == "xla"
-            torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert mine == theirs
-    return got
-
-
-def t(device, *values, dtype=None):
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 MASK = (True, False, True)
-NAN = float("nan")
-ALL = {"return_inverse": True, "return_counts": True}
 
 
 def put(device, where, values):
@@ -82,18 +44,6 @@ READS = {
     "x[whole mask]": lambda d: torch.arange(9, device=d).view(3, 3)[torch.eye(3, device=d) > 0],
     "x[bytes]": lambda d: torch.arange(3, device=d)[t(d, 1, 0, 1, dtype=torch.uint8)],
     "x[mask] = no rows": lambda d: put(d, t(d, False, False, False), torch.zeros(0, 3, device=d)),
-    "unique": lambda d: t(d, 3, 1, 2, 1, 3).unique(**ALL),
-    "unique of floats": lambda d: t(d, 3.0, NAN, 2, NAN, 3).unique(**ALL),
-    "unique of bools": lambda d: t(d, *MASK).unique(),
-    "unique of nothing": lambda d: torch.zeros(0, device=d).unique(**ALL),
-    "unique rows": lambda d: t(d, [1, 2], [1, 1], [1, 2], [0, 5]).unique(dim=0, **ALL),
-    "unique long rows": lambda d: (torch.arange(60, device=d) % 4).view(12, 5).unique(dim=0, **ALL),
-    "unique columns": lambda d: t(d, [1, 2, 1], [1, 1, 1]).unique(dim=1, **ALL),
-    "unique of no rows": lambda d: torch.zeros(0, 3, device=d).unique(dim=0, **ALL),
-    "unique_consecutive": lambda d: t(d, 1, 1, 2, 2, 1).unique_consecutive(**ALL),
-    "unique_consecutive rows": lambda d: t(d, [1, 2], [1, 2], [0, 0]).unique_consecutive(
-        dim=0, **ALL
-    ),
     "bincount": lambda d: t(d, 1, 4, 1).bincount(),
     "bincount, minlength": lambda d: t(d, 1, 4, 1).bincount(minlength=8),
     "bincount, weights": lambda d: t(d, 1, 4, 1).bincount(t(d, 0.5, 1.5, 2)),
@@ -106,7 +56,6 @@ REFUSED = {
     "rows of another number": lambda d: put(d, t(d, *MASK), torch.zeros(3, 3, device=d)),
     "values that do not fit": lambda d: put(d, t(d, 0, 1), torch.zeros(2, device=d)),
     "mask of numbers": lambda d: torch.eye(3, device=d).masked_select(torch.eye(3, device=d)),
-    "unique of empty rows": lambda d: torch.zeros(2, 0, device=d).unique(dim=0),
     "bincount of negatives": lambda d: t(d, 1, -4).bincount(),
     "bincount of floats": lambda d: t(d, 1.0).bincount(),
     "bincount of a matrix": lambda d: t(d, [1], [2]).bincount(),

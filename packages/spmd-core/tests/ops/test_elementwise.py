@@ -1,29 +1,11 @@
 """Elementwise lowerings against eager torch on the CPU."""
 
-import math
-
 import pytest
 import torch
+from samples import FLOATS, INF, NAN, SPECIAL, values
 
 from oracle import check
-from spmd_core.ops import comparison, elementwise
-
-NAN, INF = math.nan, math.inf
-FLOATS = [torch.float32, torch.bfloat16]
-SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 100.0, -100.0, 1e-3, NAN, INF, -INF]
-
-
-def values(
-    dtype: torch.dtype,
-    low: float = -3.0,
-    high: float = 3.0,
-    shape: tuple[int, ...] = (3, 5),
-    seed: int = 0,
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
-    return x > 0 if dtype is torch.bool else x.to(dtype)
-
+from spmd_core.ops import elementwise
 
 # ---- one operand ---------------------------------------------------------------------------------
 
@@ -359,101 +341,7 @@ def test_nextafter() -> None:
         )
 
 
-# ---- comparison and logic ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", sorted(comparison._COMPARISONS))
-def test_comparisons(op: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        check(
-            f"aten.{op}.Tensor",
-            values(dtype).round() if dtype.is_floating_point else values(dtype),
-            values(dtype, seed=1),
-        )
-    check(f"aten.{op}.Tensor", torch.tensor(SPECIAL)[:, None], torch.tensor(SPECIAL))
-    check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2.5)
-    check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2)
-    check(f"aten.{op}.Scalar", torch.tensor([1.0, 2.0]), 2)
-    check(f"aten.{op}.Scalar", torch.tensor([0.1, 0.2], dtype=torch.bfloat16), 0.1)
-
-
-@pytest.mark.parametrize("op", ["logical_and", "logical_or", "logical_xor"])
-def test_logic(op: str) -> None:
-    a, b = torch.tensor([0.0, 1.0, NAN, 0.0])[:, None], torch.tensor([0, 0, 2, -1])
-    check(f"aten.{op}.default", a, b)
-    check(f"aten.{op}.default", b.bool(), a)
-
-
-def test_not() -> None:
-    check("aten.logical_not.default", torch.tensor([0.0, 1.0, NAN]))
-    check("aten.bitwise_not.default", torch.tensor([0, 1, -9]))
-    check("aten.bitwise_not.default", torch.tensor([0, 7], dtype=torch.uint8))
-    check("aten.bitwise_not.default", torch.tensor([True, False]))
-
-
-@pytest.mark.parametrize("invert", [False, True])
-def test_isin(invert: bool) -> None:
-    x = torch.tensor([[1, 2], [3, 4]])
-    check("aten.isin.Tensor_Tensor", x, torch.tensor([[1], [4]]), invert=invert)
-    check("aten.isin.Tensor_Tensor", x, torch.empty(0), invert=invert)
-    check("aten.isin.Tensor_Scalar", x, 3, invert=invert)
-    check("aten.isin.Scalar_Tensor", 3, x, invert=invert)
-
-
-@pytest.mark.parametrize("num", [32, 33, 500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
-def test_isin_of_many_values(num, dtype):
-    """More than a few values are sorted."""
-    x = torch.randint(-300, 300, (7, 9)).to(dtype)
-    tests = torch.randint(-300, 300, (num,)).to(dtype)
-    check("aten.isin.Tensor_Tensor", x, tests)
-    if dtype.is_floating_point:
-        odd = torch.tensor([math.nan, math.inf, -0.0], dtype=dtype)
-        check("aten.isin.Tensor_Tensor", torch.cat([x[0], odd]), torch.cat([tests, odd.abs()]))
-
-
-# ---- selection and interpolation -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
-def test_clamp(dtype: torch.dtype) -> None:
-    x = values(dtype, -9, 9)
-    check("aten.clamp.default", x, -2, 3)
-    check("aten.clamp.default", x, min=0.5)
-    check("aten.clamp.default", x, None, 1)
-    check("aten.clamp.default", x, 5, 2)
-    check("aten.clamp.Tensor", x, values(dtype, -9, 9, (5,), 1), None)
-    check("aten.clamp.Tensor", x, values(dtype, -9, 9, (5,), 1), torch.tensor(2.5))
-    check("aten.clamp_min.default", x, 1)
-    check("aten.clamp_max.default", x, 1)
-    check("aten.clamp_min.Tensor", x, values(dtype, -9, 9, (1, 5), 1))
-    check("aten.clamp_max.Tensor", x, values(dtype, -9, 9, (1, 5), 1))
-
-
-def test_clamp_keeps_nan() -> None:
-    check("aten.clamp.default", torch.tensor(SPECIAL), -1.5, 2.0)
-    check("aten.clamp.Tensor", torch.tensor(SPECIAL), torch.tensor(NAN), None)
-
-
-def test_where() -> None:
-    condition = values(torch.bool)
-    check("aten.where.self", condition, values(torch.float32), torch.tensor(2.0))
-    check("aten.where.self", condition, values(torch.bfloat16), values(torch.float32, shape=(5,)))
-    check("aten.where.self", condition[0], torch.tensor(1), values(torch.int32, -9, 9))
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool])
-def test_masked_fill(dtype: torch.dtype) -> None:
-    value = True if dtype is torch.bool else 7
-    check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, shape=(5,), seed=1), value)
-    check(
-        "aten.masked_fill.Tensor",
-        values(dtype),
-        values(torch.bool, shape=(3, 1), seed=1),
-        torch.tensor(value),
-    )
-    if dtype.is_floating_point:
-        check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, seed=1), -INF)
+# ---- three operands ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -479,7 +367,7 @@ def test_addcmul_and_addcdiv(dtype: torch.dtype) -> None:
     )
 
 
-# ---- complex numbers, copies, conversion ---------------------------------------------------------
+# ---- complex numbers -----------------------------------------------------------------------------
 
 
 def test_complex() -> None:
@@ -494,55 +382,6 @@ def test_complex() -> None:
     check("aten.pow.Tensor_Scalar", z, 2)
     check("aten.pow.Tensor_Tensor", z, z)
     check("aten.nan_to_num.default", z)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    ],
-)
-def test_to_copy(target: torch.dtype) -> None:
-    check("aten._to_copy.default", torch.tensor([-1.9, 1.9, 0.0, 100.7]), dtype=target)
-    check("aten._to_copy.default", torch.tensor([-1, 300, 0, 7]), dtype=target)
-    check("aten._to_copy.default", torch.tensor([True, False]), dtype=target)
-    check("aten._to_copy.default", values(torch.bfloat16), dtype=target)
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, on the CPU
-def test_to_copy_of_complex() -> None:
-    check("aten._to_copy.default", torch.tensor([1.5, 2.0]), dtype=torch.complex64)
-    check("aten._to_copy.default", torch.tensor([1j, 0j, 1 + 0j]), dtype=torch.bool)
-    check("aten._to_copy.default", torch.tensor([1.5 + 2j]), dtype=torch.float32)
-
-
-def test_clone_copy_fill_zero() -> None:
-    x = values(torch.float32)
-    check("aten.clone.default", x)
-    check("aten.copy.default", x, torch.tensor([1, 2, 3, 4, 5]))
-    check("aten.copy.default", values(torch.int64), values(torch.float32, shape=(3, 1)))
-    for like in (x, values(torch.int64), values(torch.bool), values(torch.bfloat16)):
-        check("aten.fill.Scalar", like, 2.7)
-        check("aten.fill.Tensor", like, torch.tensor(3))
-        check("aten.zero.default", like)
-
-
-@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_a_float8_cannot_hold(source, target):
-    values = [0.1, 447, 448, 456, 464, 465, 500, -1e4, 6e4, float("inf"), float("-inf"), torch.nan]
-    x = torch.tensor(values, dtype=source)
-    right = x.to(target).float()
-    torch.testing.assert_close(x.to("xla").to(target).cpu().float(), right, equal_nan=True)
-    written = torch.zeros(len(x), dtype=target, device="xla").copy_(x.to("xla"))
-    torch.testing.assert_close(written.cpu().float(), right, equal_nan=True)
 
 
 @pytest.mark.parametrize("exponent", [True, False])

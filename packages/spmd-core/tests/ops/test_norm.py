@@ -1,9 +1,10 @@
-"""Normalisations and softmax against eager torch on the CPU."""
+"""Normalisations against eager torch on the CPU."""
 
 import math
 
 import pytest
 import torch
+from samples import normal
 
 from oracle import check, lower
 from spmd_core import dtypes
@@ -17,10 +18,6 @@ PRECISIONS = [
     (torch.bfloat16, torch.bfloat16),
 ]
 LOOSE = {"rtol": 2e-2, "atol": 5e-2}
-
-
-def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def check_masked(name: str, *args: object, mask: list[bool], **tolerance: float) -> None:
@@ -58,9 +55,9 @@ ALL_MASKS_AND_PRECISIONS = [
 )
 def test_batch_norm(precision: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]) -> None:
     dtype, weights = precision
-    x = values(dtype, *shape) * 2 + 1
-    weight, bias, mean = (values(weights, 3, seed=s) for s in (1, 2, 3))
-    var = values(weights, 3, seed=4).abs() + 0.5
+    x = normal(dtype, *shape) * 2 + 1
+    weight, bias, mean = (normal(weights, 3, seed=s) for s in (1, 2, 3))
+    var = normal(weights, 3, seed=4).abs() + 0.5
     tolerance = {} if dtype is torch.float32 else LOOSE
     for training in (True, False):
         check(
@@ -136,7 +133,7 @@ def test_batch_norm_without_statistics_outside_training_is_an_error() -> None:
 
 
 def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_says() -> None:
-    x, one = values(torch.float32, 2, 3), torch.ones(3)
+    x, one = normal(torch.float32, 2, 3), torch.ones(3)
     for size in (0, 3):  # the sizes of torch's CPU kernel and of its meta kernel
         outs = (
             registry.Out((2, 3), torch.float32),
@@ -152,11 +149,11 @@ def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_sa
 @pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS)
 def test_batch_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
-    x, grad = values(dtype, 4, 3, 5) * 2 + 1, values(dtype, 4, 3, 5, seed=9)
+    x, grad = normal(dtype, 4, 3, 5) * 2 + 1, normal(dtype, 4, 3, 5, seed=9)
     weight, mean, var = (
-        values(weights, 3, seed=1),
-        values(weights, 3, seed=2),
-        values(weights, 3, seed=4).abs() + 0.5,
+        normal(weights, 3, seed=1),
+        normal(weights, 3, seed=2),
+        normal(weights, 3, seed=4).abs() + 0.5,
     )
     saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.2}
@@ -178,9 +175,9 @@ def test_batch_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: l
 
 def test_batch_norm_backward_with_reserve() -> None:
     x, grad, weight = (
-        values(torch.float32, 4, 3, 5),
-        values(torch.float32, 4, 3, 5, seed=1),
-        values(torch.float32, 3),
+        normal(torch.float32, 4, 3, 5),
+        normal(torch.float32, 4, 3, 5, seed=1),
+        normal(torch.float32, 3),
     )
     mean, var, reserve = torch.zeros(3), torch.ones(3), torch.empty(0, dtype=torch.uint8)
     saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
@@ -206,15 +203,15 @@ def test_batch_norm_backward_with_reserve() -> None:
 @pytest.mark.parametrize("dims", [1, 2])
 def test_layer_norm(precision: tuple[torch.dtype, torch.dtype], dims: int) -> None:
     dtype, weights = precision
-    x = values(dtype, 2, 3, 8) * 3 + 5
+    x = normal(dtype, 2, 3, 8) * 3 + 5
     shape = list(x.shape[-dims:])
     tolerance = {} if dtype is torch.float32 else LOOSE
     check(
         "aten.native_layer_norm.default",
         x,
         shape,
-        values(weights, *shape),
-        values(weights, *shape, seed=1),
+        normal(weights, *shape),
+        normal(weights, *shape, seed=1),
         1e-5,
         **tolerance,
     )
@@ -223,8 +220,8 @@ def test_layer_norm(precision: tuple[torch.dtype, torch.dtype], dims: int) -> No
         "aten.native_layer_norm.default",
         x[:0],
         shape,
-        values(weights, *shape),
-        values(weights, *shape, seed=1),
+        normal(weights, *shape),
+        normal(weights, *shape, seed=1),
         1e-5,
     )
 
@@ -232,8 +229,8 @@ def test_layer_norm(precision: tuple[torch.dtype, torch.dtype], dims: int) -> No
 @pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS)
 def test_layer_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
-    x, grad = values(dtype, 2, 3, 8) * 3 + 5, values(dtype, 2, 3, 8, seed=1)
-    weight, bias = values(weights, 8), values(weights, 8, seed=1)
+    x, grad = normal(dtype, 2, 3, 8) * 3 + 5, normal(dtype, 2, 3, 8, seed=1)
+    weight, bias = normal(weights, 8), normal(weights, 8, seed=1)
     saved = torch.ops.aten.native_layer_norm(x, [8], weight, bias, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
     check_masked(
@@ -250,7 +247,7 @@ def test_layer_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: l
 
 
 def test_layer_norm_backward_without_weight() -> None:
-    x, grad = values(torch.float32, 2, 3, 8), values(torch.float32, 2, 3, 8, seed=1)
+    x, grad = normal(torch.float32, 2, 3, 8), normal(torch.float32, 2, 3, 8, seed=1)
     saved = torch.ops.aten.native_layer_norm(x, [3, 8], None, None, 1e-5)[1:]
     check_masked(
         "aten.native_layer_norm_backward.default",
@@ -268,13 +265,13 @@ def test_layer_norm_backward_without_weight() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_group_norm(precision: tuple[torch.dtype, torch.dtype], groups: int) -> None:
     dtype, weights = precision
-    x = values(dtype, 3, 4, 5, 2) * 2 + 1
+    x = normal(dtype, 3, 4, 5, 2) * 2 + 1
     tolerance = {} if dtype is torch.float32 else LOOSE
     check(
         "aten.native_group_norm.default",
         x,
-        values(weights, 4),
-        values(weights, 4, seed=1),
+        normal(weights, 4),
+        normal(weights, 4, seed=1),
         3,
         4,
         10,
@@ -290,9 +287,9 @@ def test_group_norm(precision: tuple[torch.dtype, torch.dtype], groups: int) -> 
 def test_group_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
     x, grad, weight = (
-        values(dtype, 3, 4, 5, 2) * 2 + 1,
-        values(dtype, 3, 4, 5, 2, seed=1),
-        values(weights, 4),
+        normal(dtype, 3, 4, 5, 2) * 2 + 1,
+        normal(dtype, 3, 4, 5, 2, seed=1),
+        normal(weights, 4),
     )
     saved = torch.ops.aten.native_group_norm(x, weight, weight, 3, 4, 10, 2, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
@@ -313,82 +310,15 @@ def test_group_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: l
 
 @pytest.mark.parametrize("dim", [0, 2])  # torch's CPU kernel takes the first or the last
 def test_weight_norm(dim: int) -> None:
-    v = values(torch.float32, 3, 4, 5)
-    g = values(torch.float32, *(n if d == dim else 1 for d, n in enumerate(v.shape)), seed=1)
+    v = normal(torch.float32, 3, 4, 5)
+    g = normal(torch.float32, *(n if d == dim else 1 for d, n in enumerate(v.shape)), seed=1)
     check("aten._weight_norm_interface.default", v, g, dim)
     norms = torch.ops.aten._weight_norm_interface(v, g, dim)[1]
     check(
         "aten._weight_norm_interface_backward.default",
-        values(torch.float32, 3, 4, 5, seed=2),
+        normal(torch.float32, 3, 4, 5, seed=2),
         v,
         g,
         norms,
         dim,
     )
-
-
-# ---- softmax -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax(op: str, dtype: torch.dtype) -> None:
-    for dim in (0, 1, -1):
-        check(f"aten.{op}.default", values(dtype, 2, 3, 4) * 10, dim, False)
-    check(f"aten.{op}.default", values(dtype), 0, False)
-    check(f"aten.{op}.default", values(dtype, 0, 3), 1, False)
-    check(
-        f"aten.{op}.default",
-        torch.tensor([[1e4, 0.0, -1e4], [-INF, 0.0, 1.0], [-INF, -INF, -INF]], dtype=dtype),
-        1,
-        False,
-    )
-
-
-@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
-def test_softmax_from_sixteen_bits_to_float32(op: str) -> None:
-    # torch supports half_to_float on GPUs only; converting the input first gives the same values.
-    x = values(torch.bfloat16, 3, 4)
-    (got,) = lower(f"aten.{op}.default", (x, -1, True), {}, (registry.Out((3, 4), torch.float32),))
-    torch.testing.assert_close(
-        torch.tensor(got.tolist()), getattr(torch.ops.aten, op)(x.float(), -1, False)
-    )
-
-
-def test_safe_softmax() -> None:
-    x = torch.tensor([[1.0, 2.0, -INF], [-INF, -INF, -INF]])
-    check("aten._safe_softmax.default", x, -1)
-    check("aten._safe_softmax.default", x.bfloat16(), 0, torch.float32)
-
-
-@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_backward(op: str, dtype: torch.dtype) -> None:
-    for dim in (0, -1):
-        output = getattr(torch.ops.aten, op)(values(dtype, 2, 3, 4), dim, False)
-        check(
-            f"aten.{op}_backward_data.default", values(dtype, 2, 3, 4, seed=1), output, dim, dtype
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_softmax(dtype: torch.dtype) -> None:
-    x, grad = values(dtype, 2, 3, 4, 4), values(dtype, 2, 3, 4, 4, seed=1)
-    mask = values(torch.float32, 2, 3, 4, 4, seed=2) > 1
-    output = torch.softmax(x, -1)
-    for dim in (None, -1, 0, 2):
-        check("aten._masked_softmax.default", x, mask, dim, 2)
-        check("aten._masked_softmax_backward.default", grad, output, mask, dim)
-    check("aten._masked_softmax.default", x, mask[0, 0], -1, 0)
-    check("aten._masked_softmax.default", x, mask[:, 0, 0], None, 1)
-    check("aten._masked_softmax.default", x, torch.ones_like(mask))
-
-
-def test_masks_that_are_refused() -> None:
-    x = torch.ones(2, 4, 4, 4, device="xla")
-    with pytest.raises(RuntimeError, match="Mask should be a boolean tensor"):
-        torch.ops.aten._masked_softmax(x, x, -1, 2)
-    torch.ops.aten._masked_softmax(x, x.bool(), -1, 2)
-    with pytest.raises(RuntimeError, match=r"mask shape should be \(B, L\)"):
-        torch.ops.aten._masked_softmax(x, x[0, 0].bool(), -1, 1)
-    torch.ops.aten._masked_softmax(x, x[:, 0, 0].bool(), -1, 1)

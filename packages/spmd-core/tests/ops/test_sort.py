@@ -220,3 +220,24 @@ def test_boundaries_of_rows_are_refused() -> None:
     with pytest.raises(RuntimeError, match="boundaries tensor must be 1 dimension"):
         torch.bucketize(boundaries, boundaries)
     torch.searchsorted(boundaries, boundaries)
+
+
+@pytest.mark.parametrize("invert", [False, True])
+def test_isin(invert: bool) -> None:
+    x = torch.tensor([[1, 2], [3, 4]])
+    check("aten.isin.Tensor_Tensor", x, torch.tensor([[1], [4]]), invert=invert)
+    check("aten.isin.Tensor_Tensor", x, torch.empty(0), invert=invert)
+    check("aten.isin.Tensor_Scalar", x, 3, invert=invert)
+    check("aten.isin.Scalar_Tensor", 3, x, invert=invert)
+
+
+@pytest.mark.parametrize("num", [32, 33, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+def test_isin_of_many_values(num, dtype):
+    """More than a few values are sorted."""
+    x = torch.randint(-300, 300, (7, 9)).to(dtype)
+    tests = torch.randint(-300, 300, (num,)).to(dtype)
+    check("aten.isin.Tensor_Tensor", x, tests)
+    if dtype.is_floating_point:
+        odd = torch.tensor([math.nan, math.inf, -0.0], dtype=dtype)
+        check("aten.isin.Tensor_Tensor", torch.cat([x[0], odd]), torch.cat([tests, odd.abs()]))
