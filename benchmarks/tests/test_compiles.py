@@ -71,7 +71,7 @@ def test_a_slice_compiles_for_tpu(tmp_path: Path) -> None:
     stored = run(
         tmp_path,
         *("--ops", ",".join([*NAMES[:: by_tier(6, in_all=2)], "linalg_svd", "linalg_eig"])),
-        *("--dtypes", "float32", "--samples", "2", "--jobs", "1"),
+        *("--dtypes", "float32", "--samples", "1", "--jobs", "1"),
     )
     assert stored["overloads"]["aten::linalg_eig"] == "host"
     assert stored["overloads"]["aten::_linalg_svd"] == "compiles"

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,6 @@ def smoke(cache_dir: str, **knobs: Any) -> TrainConfig:
 
 def command(cache_dir: str, *arguments: str) -> list[str]:
     return [
-        sys.executable,
         "-W",
         "error",
         "-m",
@@ -324,21 +321,14 @@ def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
         "--checkpoint",
         str(tmp_path / "run.pt"),
     ]
-    process = subprocess.Popen(
-        command(cache_dir, *arguments),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step     3"):
-            break
-    process.send_signal(number)
-    rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    assert "interrupted: ending after step" in rest
+    process = fresh.Process(command(cache_dir, *arguments), environment(), folder=ROOT)
+    try:
+        process.until(lambda said: "\nstep     3" in said, 60)
+        os.kill(process.pid, number)
+        assert process.wait(60) == 130
+    finally:
+        said, _ = process.end()
+    assert "interrupted: ending after step" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["interrupted"] is True
     assert len(report["losses"]) >= 3

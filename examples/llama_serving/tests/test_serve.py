@@ -4,10 +4,9 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import httpx2
 import pytest
 from tiers import exhaustive
@@ -149,7 +148,6 @@ def test_a_server_runs_until_it_is_told_to_end(
     number: signal.Signals, moment: str, folder: str
 ) -> None:
     command = [
-        sys.executable,
         "-m",
         "examples.llama_serving.serve",
         "--model",
@@ -158,24 +156,19 @@ def test_a_server_runs_until_it_is_told_to_end(
         "0",
     ]
     command += ["--devices", "2", "--mesh", "tensor=2", "--max-length", "64", "--name", "little"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = fresh.Process(command, os.environ, folder=ROOT)
     try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith(("serving", moment)):
-                break
+        said = process.until(
+            lambda said: any(line.startswith(("serving", moment)) for line in said.splitlines())
+        )
         if moment == "answered":
-            check_answers(said)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+            check_answers(said.splitlines(keepends=True))
+        os.kill(process.pid, number)
+        code = process.wait(60)
     finally:
-        process.kill()
+        out, err = process.end()
     assert out.endswith("ended\n") and "Traceback" not in err
-    assert process.returncode == (130 if number == signal.SIGINT else 0)
+    assert code == (130 if number == signal.SIGINT else 0)
 
 
 def check_answers(said: list[str]) -> None:

@@ -1,12 +1,12 @@
 """Models from and to folders of Hugging Face's: transformers' values, and what cannot work."""
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -140,8 +140,8 @@ def test_transformers_alone_opens_an_export(
     shardings.parallelize(model, mesh, sequence_parallel=False, loss_parallel=False)
     weights.export(model, text, str(tmp_path / "out"), source="")
     sample = "def f(x):\n    return  x ,'é' # done"
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "out"), str(tmp_path / "o.pt"), sample]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    words = ["-c", CHILD, tmp_path / "out", tmp_path / "o.pt", sample]
+    done = fresh.run(words, os.environ, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "o.pt")
     assert found["text"] == sample and found["end"] == 0

@@ -1,7 +1,7 @@
 """Processes that have started nothing yet, and share the seconds that torch and jax take to import.
 
-`fresh_server.py` forks them. What is told of imports themselves, of options of the interpreter or
-of variables that jax reads when it is imported (`JAX_*`) is for `subprocess`.
+`fresh_server.py` forks them. What is told of imports themselves or of variables that Python and jax
+read when they start (`PYTHONHASHSEED`, `JAX_*`) is for `subprocess`.
 """
 
 import atexit
@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Process:
         pid: the process's number.
 
     Args:
-        arguments: what follows `python`: a file or `-c` and code, and their arguments.
+        arguments: what follows `python`: perhaps `-W` and an action, then a file, `-m` and a module
+            or `-c` and code, and their arguments.
         environment: of the process, whole.
         folder: where it runs; here by default.
     """
@@ -84,6 +86,21 @@ class Process:
             self._socket.settimeout(timeout_s)
             self._code = self._number()
         return self._code
+
+    def until(self, is_said: Callable[[str], bool], timeout_s: float = 300) -> str:
+        """What it has written to stdout, when that is as awaited or the process has ended.
+
+        Raises:
+            TimeoutError: it runs on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_said(said := self._out.read_text()):
+            with suppress(TimeoutError):
+                self.wait(0.02)
+                return self._out.read_text()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has written {said!r}")
+        return said
 
     def end(self) -> tuple[str, str]:
         """Kills it if it runs. Returns what it wrote to stdout and stderr."""

@@ -8,12 +8,15 @@ project.
 
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 import types
+import warnings
 from typing import Any
 
 # What the programs import; here, before any of them sets its environment.
@@ -59,16 +62,27 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # it is that of this process's environment
     for number, path in enumerate((os.devnull, request["out"], request["errors"])):
         opened = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.orig_argv = [sys.executable, *request["arguments"]]
     first, *rest = request["arguments"]
+    while first == "-W":
+        action, first, *rest = rest
+        warnings.simplefilter(action)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = sys.path[1:]  # behind the folder of this file
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    if first == "-m":
+        module, *rest = rest
+        sys.argv = ["-m", *rest]  # runpy puts the module's path in the place of -m
+        sys.path[:] = [os.getcwd(), *filter(None, paths), *own]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     if first == "-c":
         code, *rest = rest
         sys.argv, name = ["-c", *rest], "<string>"

@@ -31,6 +31,27 @@ def test_output_exit_codes_and_surroundings(tmp_path):
     assert found.stdout.startswith(f"['{script}', 'wrong'] __main__ ")
 
 
+def test_options_and_modules(tmp_path):
+    (tmp_path / "given.py").write_text(STARTED)
+    found = fresh.run(["-W", "error", "-m", "given", 3], {"GIVEN": 5}, folder=tmp_path)
+    assert found.returncode == 3 and found.stderr == "the end\n"
+    assert found.stdout == f"['{tmp_path}/given.py', '3'] __main__ {tmp_path} 5\n"
+    warns = "import warnings; warnings.warn('no')"
+    assert "UserWarning: no" in fresh.run(["-W", "error", "-c", warns], {}).stderr
+    assert fresh.run(["-W", "error", "-c", warns], {}).returncode == 1
+
+
+def test_what_was_said_so_far():
+    process = fresh.Process(["-c", STARTED, "sleep"], {"GIVEN": ""})
+    assert "__main__" in process.until(lambda said: said.endswith("\n"))
+    with pytest.raises(TimeoutError, match=r"it has written .*__main__"):
+        process.until(lambda said: "more" in said, 0.1)
+    process.end()
+    process = fresh.Process(["-c", STARTED, 0], {"GIVEN": ""})
+    assert "__main__" in process.until(lambda said: "more" in said)  # it has ended
+    process.end()
+
+
 def test_what_does_not_end_is_killed():
     process = fresh.Process(["-c", STARTED, "sleep"], {"GIVEN": ""})
     with pytest.raises(TimeoutError):

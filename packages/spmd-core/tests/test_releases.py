@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 import tomllib
 import types
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -137,13 +137,7 @@ def test_a_tested_release_does_not_warn(monkeypatch, release):
 
 def child(code):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-W", "error", "-c", code], env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,12 +1,11 @@
 """Tests `sharded_dataloader`: this process's part of each batch, and its options."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -45,7 +44,7 @@ def test_an_axis_without_a_mesh() -> None:
 
 
 _KILLED = """
-import os, sys
+import os, time
 from spmd_data import sharded_dataloader
 from spmd_data.synthetic import SyntheticTokens
 
@@ -55,7 +54,7 @@ if __name__ == "__main__":
     batches = iter(loader)
     next(batches)
     print(*(worker.pid for worker in batches._workers), flush=True)
-    sys.stdin.read()
+    time.sleep(1000)
 """
 
 
@@ -63,15 +62,11 @@ if __name__ == "__main__":
 def test_workers_end_when_the_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:
-        assert process.stdout is not None
-        workers = [int(pid) for pid in process.stdout.readline().split()]
-        process.send_signal(signal.SIGKILL)
+    process = fresh.Process([script], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        workers = [int(pid) for pid in process.until(lambda said: said.endswith("\n")).split()]
+    finally:
+        process.end()  # by SIGKILL
     assert len(workers) == 2
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):

@@ -6,12 +6,11 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -158,18 +157,18 @@ def test_others_wait_and_a_killed_writer_is_replaced(tmp_path: Path) -> None:
     """The first process is killed while it writes; of the two that wait, one writes for both."""
     calls, folder = tmp_path / "calls", tmp_path / "cache"
 
-    def start(seconds: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WRITER, str(folder), str(calls), str(seconds)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    def start(seconds: float) -> fresh.Process:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return fresh.Process(["-c", WRITER, folder, calls, seconds], environment)
 
     killed = start(600)
     while not calls.exists():
-        time.sleep(0.05)
-        assert killed.poll() is None
+        with pytest.raises(TimeoutError):
+            killed.wait(0.05)
     waiting = [start(0), start(0)]
-    killed.send_signal(signal.SIGKILL)
-    assert killed.communicate()[0] == "" and killed.returncode == -signal.SIGKILL
-    assert [process.communicate()[0] for process in waiting] == ["[3, 2]\n"] * 2
+    assert killed.end()[0] == "" and killed.wait() == -signal.SIGKILL
+    assert [process.wait() for process in waiting] == [0, 0]
+    assert [process.end()[0] for process in waiting] == ["[3, 2]\n"] * 2
     assert calls.read_text().count("called") == 2
     assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [""]
 

@@ -5,9 +5,9 @@ The reference is the same training in eager torch on the CPU.
 
 import copy
 import os
-import subprocess
 import sys
 
+import fresh
 import pytest
 import torch
 from tiers import exhaustive
@@ -26,7 +26,7 @@ STEPS, BATCH, LENGTH, VOCABULARY = 6, 8, 12, 64
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def initial_state(monkeypatch):
     """Resets Accelerate's state of the process, and `xm.optimizer_step`, which Trainer replaces."""
     monkeypatch.setattr(xm, "optimizer_step", xm.optimizer_step)
     met.clear_all()
@@ -426,16 +426,9 @@ def test_a_program_of_its_own(num_devices):
     # sets the variable.
     given = {
         "CPU_NUM_DEVICES": str(num_devices),
-        "JAX_PLATFORMS": "cpu",
+        "PJRT_DEVICE": "CPU",
         "LOCAL_RANK": "0",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    environment = {**os.environ, **given}
-    result = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = fresh.run(["-c", _PROGRAM], {**os.environ, **given})
     assert result.stdout.split() == ["XLA", "xla:0", str(num_devices), "True"], result.stderr

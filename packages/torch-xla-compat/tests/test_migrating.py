@@ -3,10 +3,10 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 import spmd_core as spmd
@@ -40,12 +40,7 @@ def test_samples():
         [f"import spmd_core; spmd_core.simulate({count})"]
         + [f"exec({code!r}, {{'__name__': '__main__'}})" for code in samples]
     )
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
+    ran = fresh.run(["-W", "error", "-c", program], variables)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 

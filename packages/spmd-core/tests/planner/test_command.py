@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -198,8 +199,9 @@ def test_numbers_out_of_their_range(name, number, script, num_devices, capsys):
 
 @pytest.mark.slow
 def test_as_a_process(script, tmp_path):
-    words = [sys.executable, "-m", "spmd_core.plan", "--topology", "cpu-16", "--", script]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    words = ["-m", "spmd_core.plan", "--topology", "cpu-16", "--", script]
+    done = fresh.run(words, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
     assert "Plan for cpu-16: 16 devices" in done.stdout
 
 
@@ -230,17 +232,13 @@ def test_an_end_by_sigterm_leaves_no_files(tmp_path):
     # Short sleeps: a signal that comes just before one ends none.
     script.write_text("import time; print('ready', flush=True)\nwhile True: time.sleep(0.1)\n")
     words = ["-m", "spmd_core.plan", "--topology", "cpu-2", "--", "python", str(script)]
-    with subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as child:
-        try:
-            assert child.stdout.readline() == b"ready\n"
-            assert [*tmp_path.glob("spmd-plan-*")]
-            child.terminate()
-            assert child.wait(60) != 0
-        finally:
-            child.kill()
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = fresh.Process(words, {**os.environ, **environment})
+    try:
+        assert child.until(lambda said: said.endswith("\n")) == "ready\n"
+        assert [*tmp_path.glob("spmd-plan-*")]
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(60) != 0
+    finally:
+        child.end()
     assert not [*tmp_path.glob("spmd-plan-*")]

@@ -151,11 +151,11 @@ GROWING = {
 def test_operations_along_a_dim_that_grows(name):
     """Sizes from 5 to 19, each read; whether they share a program is up to the rules.
 
-    The first and the next; one between them and the bound; a full room, and one of the next.
+    The first and the next, a full room, and one of the next room.
     """
     torch.manual_seed(0)
     rows = torch.randn(19, 4)
-    for n in by_tier((5, 6, 7, 16, 17), in_all=(5, 6, 7, 8, 11, 16, 17, 19)):
+    for n in by_tier((5, 6, 8, 9), in_all=(5, 6, 7, 8, 11, 16, 17, 19)):
         expected = GROWING[name](rows[:n])
         found = GROWING[name](rows[:n].to("xla"))
         if isinstance(expected, torch.Tensor):
@@ -174,7 +174,7 @@ def test_operations_on_a_part_that_grows(name, split, mesh_1d):
     buffer = rows.to("xla")
     if split:
         spmd.mark_sharding(buffer, mesh_1d, ("x", None))
-    for n in by_tier((5, 6, 7, 16, 40), in_all=(5, 6, 7, 8, 11, 16, 33, 39, 40)):
+    for n in by_tier((5, 6, 8, 40), in_all=(5, 6, 7, 8, 11, 16, 33, 39, 40)):
         expected = GROWING[name](rows[:n])
         found = GROWING[name](buffer[:n])
         if isinstance(expected, torch.Tensor):

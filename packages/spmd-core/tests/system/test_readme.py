@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -60,13 +59,7 @@ def test_the_samples_for_several_processes_run_in_one(monkeypatch):
 def test_the_first_sample_runs_as_a_program():
     (code,) = next(samples()).values
     paths = [str(ROOT / "packages" / name / "src") for name in ("spmd-core", "spmd-data")]
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    result = fresh.run(["-c", code], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     assert result.returncode == 0, result.stderr[-3000:]
 
 

@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,9 +16,7 @@ SOURCE = Path(spmd.__file__).parent
 
 def run(code, **environment):
     env = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
+    return fresh.run(["-c", code], env)
 
 
 def test_import_has_no_side_effects():

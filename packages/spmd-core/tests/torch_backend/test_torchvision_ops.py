@@ -1,11 +1,10 @@
 """Any build of torchvision imports after spmd_core, and names its own missing operators."""
 
 import os
-import subprocess
-import sys
 from importlib import util
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -19,13 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 def run(code):
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = fresh.run(["-W", "error", "-c", code], env)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

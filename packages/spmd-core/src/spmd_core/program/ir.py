@@ -1,9 +1,9 @@
-"""The intermediate representation that passes rewrite: a list of operations in lowering order.
+"""The graph that passes rewrite: operations that name their operands, in the order of lowering.
 
-It is made from a recorded graph (`program_graph`), whose operations refer to values by number. Here
-an operation refers to its operands as objects, so that a pass can insert, move and drop operations.
-Operations are immutable: a pass walks over a graph with a `Rewriter` and makes another graph, which
-shares unchanged operations with the first.
+It is made from a recorded graph (`program_graph`), whose operations have numbers for names. Here an
+operation refers to its operands themselves, so that a pass can insert, move and drop operations.
+An operation does not change once it is made: a pass walks over a graph with a `Rewriter` and makes
+another one, which shares with it what stays the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from spmd_core.source_lines import Origin
 
 
 class Source(NamedTuple):
-    """The recorded operation from which an operation stems.
+    """The recorded operation that an operation is, or that it was made for.
 
     Attributes:
-        name: the recorded operation's name, such as `aten::mm`.
-        position: its position among the recorded operations.
-        origin: the user's source line; None if it was not recorded.
+        name: the operation's name, such as `aten::mm`.
+        position: among the recorded operations.
+        origin: the user's line; None where it was not recorded.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Input:
     """An input of the program.
 
     Attributes:
-        leaf: the spec and placement.
-        number: the position among the inputs.
+        leaf: its spec and placement.
+        number: its position among the inputs.
     """
 
     __slots__ = ("leaf", "number")
@@ -59,10 +59,9 @@ class Op:
         entry: what it computes.
         operands: the values that it reads.
         scalars: the positions of its scalar inputs among those of the program.
-        source: the recorded operation from which it stems, and after which it is named in the
-            lowered program.
+        source: where it comes from, after which it is named in the lowered program.
         manuals: for each result, the manual region that it is local to, or None.
-        hint: a layout for its kernel, if a pass found one.
+        hint: the layout that its kernel needs to know, if one was found.
     """
 
     __slots__ = ("entry", "hint", "manuals", "operands", "scalars", "source")
@@ -95,9 +94,9 @@ class Op:
         return tuple(Ref(self, i) for i in range(len(self.entry.outs)))
 
     def source_of_elements(self, most: Elements) -> "Ref | None":
-        """The operand from which the results take their elements, maybe converted to another dtype.
+        """The operand whose elements the results have; None if they have less of them than `most`.
 
-        None if the results take them in a weaker sense than `most` (see `Elements`).
+        A result of another dtype has them converted.
         """
         traits = self.entry.traits
         return self.operands[traits.source] if traits.elements <= most else None
@@ -110,7 +109,7 @@ class Op:
 
     @property
     def is_inserted(self) -> bool:
-        """Whether a pass inserted it, as an `InsertedEntry`."""
+        """Whether a pass made it, with a kernel that takes arrays as they are."""
         return isinstance(self.entry, InsertedEntry)
 
 
@@ -142,15 +141,15 @@ class Ref(NamedTuple):
 class InsertedEntry(Entry):
     """An operation that only passes insert.
 
-    Its kernel is lowered without the rules for the partitioner. It takes a value that is local to a
-    manual region as one array with an additional first dim for the devices.
+    Its kernel is lowered without the partitioner's rules, and takes what is local to a region as it
+    is: one array, with a first dim for the devices.
     """
 
     __slots__ = ()
 
 
 class BarrierEntry(InsertedEntry):
-    """A barrier: its results are its operands; a reader of one result waits for all operands."""
+    """A barrier: whoever reads one of its results waits for all operands, which are its results."""
 
     __slots__ = ()
 
@@ -160,12 +159,12 @@ class Graph:
     """A program while it is lowered.
 
     Attributes:
-        recorded: the recorded graph, with the placements of its results.
-        inputs: the program's inputs.
-        ops: the operations; each comes after those whose results it reads.
+        recorded: the graph that was recorded, with the placements of its results.
+        inputs: the program's.
+        ops: the operations; each stands behind those whose results it reads.
         outputs: the values that the program returns.
-        flag: the program's index checks; None without any.
-        checked: the results of the operations that check indices.
+        flag: what the program checks of its indices.
+        checked: what the operations that check them found.
     """
 
     recorded: program_graph.RecordedGraph
@@ -177,7 +176,7 @@ class Graph:
 
     @staticmethod
     def of(recorded: program_graph.RecordedGraph) -> "Graph":
-        """The graph of a recorded graph, before any pass.
+        """A recorded graph.
 
         Raises:
             ProgramError: an operation takes tensors of different manual regions, or a region's mesh
@@ -211,14 +210,14 @@ class Graph:
 
     @property
     def out_placements(self) -> tuple[Placement | None, ...]:
-        """The placements of the results; None for those that the partitioner chooses."""
+        """Where the results lie; None where the partitioner chooses."""
         return tuple(
             output.placement if value.manual is None else regions.placement(value.manual)
             for output, value in zip(self.recorded.outputs, self.outputs)
         )
 
     def users(self) -> dict[Ref, list[Op]]:
-        """The readers of each value; an operation that reads it twice is listed twice."""
+        """The operations that read each value, once for each operand that it is."""
         found: dict[Ref, list[Op]] = {}
         for op in self.ops:
             for operand in op.operands:
@@ -226,7 +225,7 @@ class Graph:
         return found
 
     def with_hints(self, hints: Mapping[Op, registry.Hint]) -> "Graph":
-        """The graph with these hints on its operations; itself if there are none."""
+        """The graph with the layouts that some operations' kernels need to know."""
         if not hints:
             return self
         rewriter = Rewriter(self)
@@ -235,11 +234,11 @@ class Graph:
         return rewriter.graph()
 
     def check(self) -> None:
-        """Asserts the invariants that hold after every pass."""
+        """Asserts what holds for every graph, whichever passes have rewritten it."""
         known: set[Ref] = {Ref(x) for x in self.inputs}
         for op in self.ops:
             name = f"{op.entry.name} (of operation {op.source.position}, {op.source.name})"
-            assert known.issuperset(op.operands), f"{name} reads a value that is computed after it"
+            assert known.issuperset(op.operands), f"{name} reads what is computed behind it"
             assert len(op.scalars) == len(op.entry.number_kinds), f"{name} lacks scalar inputs"
             assert len(op.manuals) == len(op.entry.outs), f"{name} has other results"
             if op.entry.sharding is not None:
@@ -257,7 +256,7 @@ class Graph:
             assert same, f"a result of {output.spec!r} is computed as {value.spec!r}"
 
     def text(self) -> str:
-        """One line for each operation: operands, results, mark or hint, and source line."""
+        """One operation a line: its operands, its results, its mark or hint, its source line."""
         return "\n".join(_lines(self)) + "\n"
 
 
@@ -265,8 +264,8 @@ class Graph:
 class Rewriter:
     """Makes a graph from another one in a walk over its operations.
 
-    Each operation of the old graph is kept or left out, in order, and new ones are added between
-    them. A later operation that reads an old value reads its current replacement.
+    Each operation of the old graph is kept or left out, in order, and new ones are added between.
+    Those that follow read what stands for an old value at that point.
     """
 
     old: Graph
@@ -275,11 +274,11 @@ class Rewriter:
     _now: dict[Ref, Ref] = field(default_factory=dict)
 
     def now(self, value: Ref) -> Ref:
-        """The current replacement of a value of the old graph."""
+        """What stands for a value of the old graph."""
         return self._now.get(value, value)
 
     def replace(self, value: Ref, by: Ref) -> None:
-        """From here on, readers of a value of the old graph read another value."""
+        """From here on, whoever read a value of the old graph reads another one."""
         self._now[value] = by
 
     def add(
@@ -291,7 +290,7 @@ class Rewriter:
         manuals: tuple[Manual | None, ...] | None = None,
         scalars: tuple[int, ...] = (),
     ) -> Op:
-        """Adds a new operation, which reads values of the new graph."""
+        """A new operation, which reads values of the new graph."""
         op = Op(entry, operands, source, manuals=manuals, scalars=scalars)
         self.ops.append(op)
         return op
@@ -299,12 +298,12 @@ class Rewriter:
     def keep(
         self, op: Op, operands: Sequence[Ref] | None = None, *, hint: registry.Hint | None = None
     ) -> Op:
-        """Adds an operation of the old graph; its results replace the old ones.
+        """An operation of the old graph; its results stand for the old ones.
 
         Args:
             op: the operation.
-            operands: values of the new graph; by default the replacements of its operands.
-            hint: a layout for its kernel; by default its own hint.
+            operands: values of the new graph; by default what stands for its own.
+            hint: the layout that its kernel needs to know; by default its own.
         """
         given = tuple(map(self.now, op.operands)) if operands is None else tuple(operands)
         kept = op
@@ -323,14 +322,14 @@ class Rewriter:
         return kept
 
     def wait(self, values: Sequence[Ref], source: Source) -> tuple[Ref, ...]:
-        """Adds a barrier for values of the new graph, and returns its results."""
+        """Values of the new graph behind a barrier: whoever reads one waits for all."""
         specs = tuple(value.spec for value in values)
         entry = BarrierEntry(BARRIER, _barrier, specs)
         manuals = tuple(value.manual for value in values)
         return self.add(entry, values, source, manuals=manuals).results
 
     def graph(self) -> Graph:
-        """The new graph, without operations whose results are not read."""
+        """The new graph, without the operations whose results nobody reads."""
         outputs = tuple(map(self.now, self.old.outputs))
         checked = (*map(self.now, self.old.checked), *self.checked)
         read: set[Op | Input] = {value.producer for value in (*outputs, *checked)}
@@ -351,7 +350,7 @@ def _unchanged(context: registry.Context, inputs: Any, numbers: Any) -> Any:
 
 
 def mark(spec: Spec, sharding: Sharding, along: tuple[int, ...] | None) -> Entry:
-    """A mark that a pass inserts; for the arguments see `Entry`."""
+    """A mark that a pass makes; see `Entry` for its parts."""
     name = MARK_SHARDING if along is None else MARK_ALONG
     return Entry(name, _unchanged, (spec,), sharding=sharding, along=along, traits=SAME)
 
@@ -359,12 +358,12 @@ def mark(spec: Spec, sharding: Sharding, along: tuple[int, ...] | None) -> Entry
 def inserted(
     name: str, function: Callable[[list[jax.Array]], jax.Array], spec: Spec
 ) -> InsertedEntry:
-    """An operation that a pass inserts, with one result."""
+    """An operation that passes insert, with one result."""
     return InsertedEntry(name, lambda context, inputs, numbers: [function(inputs)], (spec,))
 
 
-def before_barriers(value: Ref) -> Ref:
-    """A value; for the result of a barrier that a pass inserted, the barrier's operand."""
+def behind_barriers(value: Ref) -> Ref:
+    """A value, or what it is before the barriers that passes inserted."""
     while isinstance(value.producer, Op) and isinstance(value.producer.entry, BarrierEntry):
         value = value.producer.operands[value.result]
     return value
