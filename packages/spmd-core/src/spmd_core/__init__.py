@@ -13,6 +13,7 @@ from spmd_core import debugging, distributed, dtensor, errors, manual, metrics, 
 from spmd_core import former_names as _former_names
 from spmd_core.config import config, strict
 from spmd_core.dispatch.eager import eager_mode
+from spmd_core.dynamo import registration as _dynamo
 from spmd_core.manual.shard_map import shard_map
 from spmd_core.marks import custom_ops as _custom_ops
 from spmd_core.marks.marking import clear_sharding, constrain, mark_sharding, shard_as, sync
@@ -62,6 +63,7 @@ if typing.TYPE_CHECKING:
 
 releases.warn_if_untested()
 _torch_data_parallel.install()
+_dynamo.install()
 
 # Imported for what they register: torch.ops.xla's operators, and torch.autocast("xla").
 _REGISTERED = (_custom_ops, _autocast)

@@ -16,7 +16,7 @@ import import_graph  # noqa: E402 - a script of the repository, outside of any p
 LAYERS = [
     ("plan", "distributed", "dtensor", "former_names"),
     ("planner",),
-    ("metrics", "modules", "steps"),
+    ("metrics", "modules", "steps", "dynamo"),
     ("torch_backend", "marks"),
     ("dispatch", "debugging", "manual"),
     ("recording",),

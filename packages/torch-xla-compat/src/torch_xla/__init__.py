@@ -27,6 +27,7 @@ _losses.accept_float_targets()
 
 from torch_xla import _XLAC as _XLAC  # noqa: E402
 from torch_xla import _internal as _internal  # noqa: E402
+from torch_xla import _traced  # noqa: E402
 from torch_xla import amp as amp  # noqa: E402
 from torch_xla import core as core  # noqa: E402
 from torch_xla import debug as debug  # noqa: E402
@@ -34,6 +35,7 @@ from torch_xla import distributed as distributed  # noqa: E402
 from torch_xla import experimental as experimental  # noqa: E402
 from torch_xla import runtime as runtime  # noqa: E402
 from torch_xla import utils as utils  # noqa: E402
+from torch_xla.core import dynamo_bridge as _dynamo_bridge  # noqa: E402, F401
 from torch_xla.core import xla_model as xm  # noqa: E402, F401
 from torch_xla.debug import metrics as _metrics  # noqa: E402, F401
 from torch_xla.debug import profiler as _profiler  # noqa: E402, F401
@@ -58,3 +60,4 @@ from torch_xla.torch_xla import sync as sync  # noqa: E402
 from torch_xla.utils import utils as xu  # noqa: E402, F401
 
 xr = runtime
+_traced.install()

@@ -9,14 +9,13 @@ from types import ModuleType
 
 _KERNELS = "Use torch.nn.functional.scaled_dot_product_attention, or spmd_core.call_jax with jax's."
 _STABLEHLO = "Use spmd_core.debugging.stablehlo, which gives the text of a pending program."
-_DYNAMO = "Call the function directly: operations are recorded and compiled without torch.compile."
 _FSDP = "Use torch_xla.experimental.spmd_fully_sharded_data_parallel, or spmd_core.fully_shard."
 _LOOPS = "Write a Python loop; spmd_core.call_jax runs jax.lax.scan as one operation."
 _INSIDE = "It is a part inside PyTorch/XLA that has no counterpart here: remove the import."
 _FILES = "Use fsspec and torch.save."
 
 _INSTEAD = {
-    "torch_xla._dynamo": _DYNAMO,
+    "torch_xla._dynamo": 'Use torch.compile(function, backend="openxla").',
     "torch_xla._internal.c10d_registration": _INSIDE,
     "torch_xla._internal.custom_kernel": "Use the operators torch.ops.xla.dynamo_mark_sharding.",
     "torch_xla._internal.decomp_registration": _INSIDE,
@@ -26,7 +25,6 @@ _INSTEAD = {
     "torch_xla._internal.rendezvous": 'Use init_method="xla://".',
     "torch_xla._internal.utils": _INSIDE,
     "torch_xla._patched_functions": _INSIDE,
-    "torch_xla.core.dynamo_bridge": _DYNAMO,
     "torch_xla.core.xla_op_registry": "Write a jax function and call spmd_core.call_jax.",
     "torch_xla.debug.frame_parser_util": "Use spmd_core.debugging.explain_recompile.",
     "torch_xla.debug.metrics_compare_utils": "Compare spmd_core.metrics.counters().",

@@ -311,7 +311,8 @@ def resolve_conj(x: torch.Tensor) -> torch.Tensor:
 
     The device has no lazy conjugates, but a write to the result must not reach `x`.
     """
-    return x.clone() if conjugated(x) else x
+    is_copied = conjugated(x) if isinstance(x, XLAShardedTensor) else x.is_conj()  # a fake tensor
+    return x.clone() if is_copied else x
 
 
 def ctc_loss(
@@ -373,6 +374,8 @@ def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..
     handler = out_handler(overload)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs["out"], XLAShardedTensor):  # a fake tensor
+            return overload.decompose(*args, **kwargs)
         if torch.is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
         ):

@@ -7,6 +7,7 @@ graph.
 
 import ast
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,15 +15,19 @@ import torch
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import PartitionSpecLike
+from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
+# By qualified name, the functions that `traced_mark` calls.
+# Guarded by: imports. Cleared by: never.
+traced_functions: dict[str, Callable[..., torch.Tensor]] = {}
 _library.define(
     "dynamo_mark_sharding(Tensor input, "
     "int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor"
 )
 _library.define("aot_mark_sharding(Tensor input, str mesh, str partition_spec) -> Tensor")
+_library.define("traced_mark(Tensor input, str function, str arguments) -> Tensor")
 _library.define("dynamo_set_buffer_donor_(Tensor(a) t, bool should_donate) -> Tensor(a)")
 
 
@@ -113,6 +118,11 @@ class _PassThrough(torch.autograd.Function):
         return (None, ctx.overload(grads[0], *ctx.arguments), *(None for _ in ctx.arguments))
 
 
+def _traced(input: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """What a trace has for a marked tensor."""
+    return torch.empty_like(input)
+
+
 def _install(name: str, kernel: Callable[..., torch.Tensor]) -> None:
     overload = getattr(torch.ops.xla, name).default
 
@@ -126,13 +136,38 @@ def _install(name: str, kernel: Callable[..., torch.Tensor]) -> None:
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, with_autograd, "Autograd")
-    torch.library.register_fake(
-        f"xla::{name}", lambda input, *arguments: torch.empty_like(input), lib=_library
-    )
+    torch.library.register_fake(f"xla::{name}", _traced, lib=_library)
 
 
 _install("dynamo_mark_sharding", _mark_in_place)
 _install("aot_mark_sharding", _marked_copy)
+
+
+def _call_traced(input: torch.Tensor, function: str, arguments: str) -> torch.Tensor:
+    """Calls a function of `traced_functions` as a traced program did."""
+    args, kwargs = _read_arguments(arguments)
+    return traced_functions[function](input, *args, **kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _read_arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = ast.literal_eval(text)
+    return tuple(map(_revived, args)), {name: _revived(a) for name, a in kwargs.items()}
+
+
+def _revived(literal: Any) -> Any:
+    """The mesh or the `ShardingSpec` of a literal; others as they are."""
+    if isinstance(literal, dict) and "device_ids" in literal:
+        return Mesh(**literal)
+    if isinstance(literal, dict) and "minibatch" in literal:
+        return ShardingSpec(**{name: _revived(value) for name, value in literal.items()})
+    return literal
+
+
+_install("traced_mark", _call_traced)
+# A function may mark its argument, whose users are then other operations than the result's.
+torch.fx.node.has_side_effect(torch.ops.xla.traced_mark.default)
+torch.fx.node.has_side_effect(torch.ops.xla.dynamo_mark_sharding.default)
 
 
 def _set_buffer_donor(t: torch.Tensor, should_donate: bool) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Mesh:
         ids: the device ids as a tuple of ints, which is hashable.
         mesh_shape: tuple of ints.
         axis_names: tuple of str, or None.
+        text: a literal from which `from_str` reads the mesh.
 
     Raises:
         MeshError: an argument breaks one of the rules above.
@@ -56,6 +57,7 @@ class Mesh:
     ids: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
+    text: str
     _hash: int
     # Set by `sharding.sharding` and `runtime.jax_sharding`, which this module cannot import.
     get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
@@ -76,6 +78,8 @@ class Mesh:
             "ids": tuple(ids.tolist()),
             "mesh_shape": shape,
             "axis_names": names,
+            # Written once, as programs that torch.compile traces compare it at each call.
+            "text": str(dict(zip(_MESH_KEYS, (ids.tolist(), shape, names)))),
             "_hash": hash((shape, names, ids.tobytes())),
         }
         for name, value in fields.items():
@@ -159,13 +163,7 @@ class Mesh:
         return Mesh(**fields)
 
     def __str__(self) -> str:
-        return str(
-            {
-                "device_ids": self.device_ids.tolist(),
-                "mesh_shape": self.mesh_shape,
-                "axis_names": self.axis_names,
-            }
-        )
+        return self.text
 
     def __repr__(self) -> str:
         ids = self.device_ids.tolist()

@@ -15,7 +15,7 @@ from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
-from spmd_core.tensor import shards, stored_bytes, tracing
+from spmd_core.tensor import shards, stored_bytes
 from spmd_core.tensor.device_storage import DeviceStorage
 from spmd_core.tensor.gradient_sharding import GradientSharding
 from spmd_core.tensor.logical_device import XLA_DEVICE
@@ -370,27 +370,14 @@ class XLAShardedTensor(torch.Tensor):
             XLAShardedTensor._on_requires_grad(self)
         return self
 
-    # torch.compile and Module.to call the following two: a tensor is flattened to one meta tensor,
-    # which carries the handle.
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_meta"], None
-
-    @property
-    def _meta(self) -> torch.Tensor:
-        spec = self._handle.spec
-        meta = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-        meta._xla_handle = self._handle  # type: ignore[attr-defined]
-        return meta
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
     ) -> "XLAShardedTensor":
-        handle = getattr(inner["_meta"], "_xla_handle", None)
-        if handle is None:
-            raise tracing.refusal(outer_size)
-        return wrap(handle)
+        """The tensor itself: AOTAutograd asks for a gradient of the class that it traced with.
+
+        It traces tensors of the device as plain ones.
+        """
+        return self
 
 
 def _copy_of(handle: Handle, memo: dict[Any, Any]) -> Handle:

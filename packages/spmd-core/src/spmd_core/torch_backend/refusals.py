@@ -2,26 +2,18 @@
 
 Operations on a tensor of the device reach the router, which has refusals of its own
 (`dispatch.layouts`). Refused here are nested tensors, which torch moves as a whole; quantized ones,
-which it silently leaves on the host; attention whose kernel torch compiles; and compilers that
-trace.
+which it silently leaves on the host; and attention whose kernel torch compiles.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch.nn.attention import flex_attention
-from torch.utils import _pytree as pytree
 
-from spmd_core.dispatch import router, transfer
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.recording.layouts import RefusedLayout, refusal, require_dense, require_strided
-from spmd_core.tensor import tracing
-from spmd_core.torch_backend import subclasses
-from spmd_core.torch_backend.after_import import after_import
 
 _validate_device = flex_attention._validate_device
 # torch's kernels that move such tensors, or convert to them, by dispatch key.
@@ -35,11 +27,6 @@ _DTYPES_OF_NUMBERS = {
     int: torch.int64,
     float: torch.float64,
     complex: torch.complex128,
-}
-# The functions through which operations arrive from torch.
-_RECORDING = {
-    function.__code__
-    for function in (router.route, subclasses.dispatch, transfer.empty, transfer.empty_strided)
 }
 # The operations that make the first quantized tensors; all others are computed from these.
 _QUANTIZERS = (
@@ -136,88 +123,11 @@ class _Quantized:
             self.library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
-def _device_tensor(*given: Any) -> torch.Tensor | None:
-    """A tensor of the device among values, what they contain, and the tensors of modules."""
-    leaves = pytree.tree_leaves(given)
-    for module in [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]:
-        leaves += [*module.parameters(), *module.buffers()]
-    found = (t for t in leaves if isinstance(t, torch.Tensor) and t.device.type == "xla")
-    return next(found, None)
-
-
-def _refuse_graphs(module: ModuleType) -> None:
-    """Makes Dynamo refuse a graph with tensors of the device before a backend gets it.
-
-    Tensors from outside are refused when they are traced (`tensor.tracing`); this covers those that
-    the function itself creates or moves.
-    """
-    theirs = module.OutputGraph.call_user_compiler
-
-    @functools.wraps(theirs)
-    def call(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _device_tensor([node.meta.get("example_value") for node in graph.graph.nodes])
-        if found is not None:
-            raise tracing.refusal(found.shape)
-        return theirs(self, graph, *args, **kwargs)
-
-    module.OutputGraph.call_user_compiler = call
-
-
-def _refuse_frames(module: ModuleType) -> None:
-    """Makes Dynamo refuse Python code that has tensors of the device.
-
-    Dynamo does not compile torch's own modules, but the first other code that they call, which
-    would be the code that records an operation. And this refusal is more helpful than one about
-    what Dynamo cannot trace in a function.
-    """
-    theirs = module.CatchErrorsWrapper.__call__
-
-    @functools.wraps(theirs)
-    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if frame.f_code in _RECORDING:
-            found = _device_tensor(*frame.f_locals.values())
-            raise tracing.refusal(() if found is None else found.shape)
-        try:
-            return theirs(self, frame, *args, **kwargs)
-        except module.Unsupported:  # only if it may not leave out what it cannot trace
-            used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
-            found = _device_tensor(*frame.f_locals.values(), *used)
-            if found is None:
-                raise
-            raise tracing.refusal(found.shape) from None
-
-    module.CatchErrorsWrapper.__call__ = call
-
-
-def _trace_nothing_of_ours(module: ModuleType) -> None:
-    """Makes Dynamo call what records and computes, and finalizers there, without compiling."""
-    for folder in ("dispatch", "graph", "program", "recording", "runtime", "tensor"):
-        module.add(f"spmd_core.{folder}")
-
-
-def _shorten(*names: str) -> Callable[[ModuleType], None]:
-    """A change of a module: refusals leave these functions of it without torch's frames."""
-
-    def change(module: ModuleType) -> None:
-        for name in names:
-            setattr(module, name, tracing.shortened(getattr(module, name)))
-
-    return change
-
-
-def _shorten_tracer(module: ModuleType) -> None:
-    """Refusals leave what `make_fx` returns without torch's frames.
-
-    `make_fx` itself stays: Dynamo knows it by its identity, which `torch.func.linearize` needs.
-    """
-    module._MakefxTracer.trace = tracing.shortened(module._MakefxTracer.trace)
-
-
 def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """The check of `flex_attention`, with advice for tensors of the device."""
     if query.device.type == "xla":
         raise UnsupportedOpError(
-            "flex_attention compiles a kernel by torch.compile, which has none for device 'xla'; "
+            "flex_attention is compiled to a kernel by inductor, which has none for device 'xla'; "
             f"got a query of shape {tuple(query.shape)} on {query.device}. Call torch.nn."
             "functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), whose "
             "mask is a tensor of booleans or of scores to add, or spmd_core.call_jax."
@@ -228,12 +138,6 @@ def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 def install() -> torch.library.Library:
     """Registers the refusals, which live as long as the returned library."""
     flex_attention._validate_device = _refuse_attention
-    after_import("torch._dynamo.output_graph", _refuse_graphs)
-    after_import("torch._dynamo.convert_frame", _refuse_frames)
-    after_import("torch._dynamo.trace_rules", _trace_nothing_of_ours)
-    after_import("torch.export", _shorten("export", "draft_export"))
-    after_import("torch._functorch.aot_autograd", _shorten("aot_function"))
-    after_import("torch.fx.experimental.proxy_tensor", _shorten_tracer)
     library = torch.library.Library("aten", "IMPL")
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)

@@ -1,0 +1,94 @@
+"""The backend "openxla" of `torch.compile`: a graph that Dynamo traced is recorded when it runs.
+
+Its operations go through autograd and the router like those of the function that was traced. So
+values, marks, writes, random numbers and gradients are those of the function itself, and its
+programs are the same: a compiled function finds those that the function left in the compile cache.
+What `torch.compile` saves is the Python code between the operations.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd_core.torch_backend.after_import import after_import
+
+
+def openxla(
+    graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """The compiled form of a graph: a function that records the graph's operations.
+
+    Args:
+        graph_module: the graph, of torch's functions as the program calls them.
+        example_inputs: fake tensors of the sizes and dtypes of the graph's inputs; not used.
+    """
+    compiled: Callable[..., Any] = graph_module.forward
+    return compiled
+
+
+def _is_for_device(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a graph has tensors of the device among its inputs and intermediate results."""
+    values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
+    return any(
+        isinstance(t, torch.Tensor) and t.device.type == "xla" for t in pytree.tree_leaves(values)
+    )
+
+
+def _innermost(compiler: Any) -> Any:
+    """The backend inside of what Dynamo wraps around it."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return compiler
+
+
+def _is_inductor(compiler: Any) -> bool:
+    name = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
+    return name == "inductor"
+
+
+def _replace_inductor(module: ModuleType) -> None:
+    """Sends graphs of the device to `openxla` where torch's default, "inductor", would get them.
+
+    Inductor generates code for CPUs and GPUs, and has no entry for a device that generates none.
+    """
+    theirs = module.OutputGraph.call_user_compiler
+
+    @functools.wraps(theirs)
+    def call(self: Any, graph_module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _innermost(self.compiler_fn)
+        if not _is_inductor(given) or not _is_for_device(graph_module):
+            return theirs(self, graph_module, *args, **kwargs)
+        if options := getattr(given, "config", None):
+            warnings.warn(
+                "mode= and options= of torch.compile configure inductor, which compiles nothing "
+                f"for device 'xla', so they have no effect there; got {options}. "
+                "Leave them out, or set spmd.config.compiler_options for XLA's.",
+                stacklevel=2,
+            )
+        before, self.compiler_fn = self.compiler_fn, openxla
+        try:
+            return theirs(self, graph_module, *args, **kwargs)
+        finally:
+            self.compiler_fn = before
+
+    module.OutputGraph.call_user_compiler = call
+
+
+def _register(module: Any) -> None:
+    """Puts `openxla` in the place of torch's own, which needs PyTorch/XLA."""
+    registry = sys.modules["torch._dynamo.backends.registry"]
+    registry._COMPILER_FNS[openxla.__name__] = openxla
+    openxla._tags = ()  # type: ignore[attr-defined]
+    module.openxla = openxla
+
+
+def install() -> None:
+    """Registers the backend once Dynamo is imported."""
+    after_import("torch._dynamo.output_graph", _replace_inductor)
+    after_import("torch._dynamo.backends.torchxla", _register)

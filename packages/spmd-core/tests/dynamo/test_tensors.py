@@ -1,0 +1,155 @@
+"""Dynamo sees tensors of the device: their device, class, size, storage and attributes."""
+
+import pytest
+import torch
+from functorch.compile import aot_function, nop
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import spmd_core as spmd
+
+# torch.compile imports inductor, which decorates methods for torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def test_tensors_that_a_graph_makes_and_moves():
+    @torch.compile(fullgraph=True)
+    def function(x):
+        y = x + torch.arange(3, device="xla") + torch.ones(3, device=x.device)
+        return y + torch.zeros(3).to("xla") + x.new_tensor([1.0, 2.0, 3.0]), y.cpu() * 2
+
+    x = torch.randn(4, 3)
+    found, on_host = function(x.to("xla"))
+    expected = x + torch.arange(3) + 1
+    torch.testing.assert_close(found.cpu(), expected + torch.tensor([1.0, 2.0, 3.0]))
+    assert on_host.device.type == "cpu"
+    torch.testing.assert_close(on_host, expected * 2)
+
+
+def test_class_and_attributes(mesh_1d):
+    @torch.compile(fullgraph=True)
+    def function(x, p):
+        y = x + 1
+        known = (
+            isinstance(x, spmd.XLAShardedTensor)
+            and isinstance(y, (int, spmd.XLAShardedTensor))
+            and isinstance(p, nn.Parameter)
+            and isinstance(p, spmd.XLAShardedTensor)
+            and isinstance(y, torch.Tensor)
+            and not isinstance(y, nn.Parameter)
+        )
+        return y if known and x.sharding is None else -y
+
+    x = torch.ones(8, device="xla")
+    parameter = nn.Parameter(torch.ones(2, device="xla"))
+    assert function(x, parameter).tolist() == [2.0] * 8
+    spmd.mark_sharding(x, mesh_1d, ("x",))
+    assert function(x, parameter).tolist() == [-2.0] * 8
+
+
+def test_subclasses():
+    class Doubled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.add:
+                args = (args[0], 2 * args[1])
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.ones(3, device="xla").as_subclass(Doubled)
+    found = torch.compile(lambda x: x.add(1), fullgraph=True)(x)
+    assert type(found).__name__ == "Doubled" and found.tolist() == [3.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:the shape of the result of x.mask.:UserWarning")
+def test_elements_that_a_mask_selects():
+    x = torch.randn(9)
+    on_device = x.to("xla")
+    double = torch.compile(lambda y: y * 2, fullgraph=True)
+    select = torch.compile(lambda x: x[x > 0] * 2)
+    torch.testing.assert_close(double(on_device[on_device > 0]).cpu(), x[x > 0] * 2)
+    torch.testing.assert_close(double(on_device[on_device < 0]).cpu(), x[x < 0] * 2)
+    torch.testing.assert_close(select(on_device).cpu(), x[x > 0] * 2)
+
+
+ALIASES = {
+    "detached": lambda x: (x, x.detach()),
+    "view": lambda x: (x, x[1:]),
+    "itself": lambda x: (x, x),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_writes_reach_every_alias(alias):
+    def write(x, y):
+        x.add_(1)
+        x[0] = 7
+        x.view(-1)[1:3].zero_()
+        return y * 2
+
+    compiled = torch.compile(write, fullgraph=True)
+    x, on_device = torch.arange(4.0), torch.arange(4.0).to("xla")
+    torch.testing.assert_close(
+        compiled(*ALIASES[alias](on_device)).cpu(), write(*ALIASES[alias](x))
+    )
+    assert torch.equal(on_device.cpu(), x)
+
+
+def test_writes_by_aot_autograd():
+    def write(x, total):
+        total.mul_(0.9).add_(x.mean(), alpha=0.1)
+        x[0] = 7
+        return x.t() + total
+
+    x, total = torch.randn(3, 4), torch.zeros(())
+    on_device = x.to("xla"), total.to("xla")
+    found = torch.compile(write, fullgraph=True, backend="aot_eager")(*on_device)
+    torch.testing.assert_close(found.cpu(), write(x, total))
+    for changed, expected in zip(on_device, (x, total)):
+        torch.testing.assert_close(changed.cpu(), expected)
+    # Inputs that share a storage without being views: it would have to join their bytes.
+    with pytest.raises(TypeError, match="DeviceStorage"):
+        torch.compile(lambda a, b: (a.add_(1), b * 2), backend="aot_eager")(
+            on_device[0], on_device[0].detach()
+        )
+
+
+OPERATIONS = {
+    "kron": lambda x: torch.kron(x, x, out=torch.empty(9, 16, device=x.device)),
+    "matmul": lambda x: torch.matmul(x, x.T, out=torch.empty(3, 3, device=x.device)),
+    "conjugate": lambda x: torch.view_as_real(torch.fft.rfft(x).conj().resolve_conj()),
+    "one_hot": lambda x: F.one_hot((x > 0).long(), 3),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "mapped": lambda x: torch.vmap(lambda row: row.sin().sum())(x),
+    "gradient": lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+    "lists": lambda x: torch._foreach_mul([x, x], 2.0)[1],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_with_kernels_above_autograd(name):
+    x = torch.randn(3, 4)
+    expected = OPERATIONS[name](x)
+    with torch.no_grad():
+        found = torch.compile(OPERATIONS[name], fullgraph=True)(x.to("xla"))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_other_tracers():
+    layer = nn.Linear(3, 2, device="xla")
+    x = torch.ones(3, device="xla")
+    for strict in (False, True):
+        exported = torch.export.export(layer, (x,), strict=strict)
+        torch.testing.assert_close(exported.module()(x).cpu(), layer(x).cpu())
+
+    def function(x):
+        return (x * 2 + 1).sum()
+
+    for mode in ("real", "fake", "symbolic"):
+        assert make_fx(function, tracing_mode=mode)(x)(x).item() == 9
+    assert aot_function(function, nop)(x).item() == 9
+
+
+def test_tensors_on_two_devices_are_refused_as_elsewhere():
+    with pytest.raises(RuntimeError, match="at least two devices, xla:0 and cpu"):
+        torch.compile(lambda x: x + torch.ones(3), fullgraph=True)(torch.ones(3, device="xla"))
