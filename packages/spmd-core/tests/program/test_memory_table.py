@@ -132,7 +132,7 @@ def test_memory_that_runs_out_while_programs_run() -> None:
         text = str(caught.value)
         assert re.search(r"must fit the device's memory; spmd_\d+ops_2in .* needed at .*:\d+", text)
         assert f"float32[{EDGE}, {EDGE}]" in text and f"recorded at {__file__}:" in text
-        assert "Out of memory allocating" in text and "Load these anew" in text
+        assert "Out of memory allocating" in text and "Load them again" in text
         first, second = text.splitlines()[3], text.splitlines()[4]
         assert ("GB  aten::" in first and "equal share" in second) or "replicated" in second
     spmd.sync(wait=True)

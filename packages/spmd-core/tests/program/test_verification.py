@@ -62,11 +62,13 @@ def test_the_first_operation_that_differs_is_named(mesh_1d, num_devices):
     with pytest.raises(VerificationError) as raised, spmd.debugging.verify():
         wrong_when_split(x + 1).sqrt().tolist()
     message = str(raised.value)
-    assert message.startswith("a program's results do not depend on its partitioning; operation 1")
+    assert message.startswith(
+        "a program's results must not depend on its partitioning; operation 1"
+    )
     assert "test::wrong_when_split" in message and "test_verification.py" in message
     assert f"4 of {4 * num_devices} elements, first [0, 0]: 3.0, not 1.0" in message
     assert f"It reads float32[{num_devices * 2}, 2] split ('x'" in message
-    assert "Mark its" not in message and "Mark the inputs otherwise" in message
+    assert "Mark its" not in message and "Mark the inputs in another way" in message
 
 
 def test_nothing_is_lost_by_the_error(mesh_1d, num_devices):

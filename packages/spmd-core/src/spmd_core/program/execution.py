@@ -21,9 +21,9 @@ from spmd_core.graph.storage import Storage, take_failed, take_pending
 from spmd_core.graph.values import Value, line_of
 from spmd_core.program import (
     compile_cache,
+    fingerprint,
     growing_sizes,
     index_checks,
-    path,
     planned_program,
     verification,
 )
@@ -42,7 +42,8 @@ from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. Modules
-# of upper layers register here to take part in every step. Guarded by: imports. Cleared by: never.
+# of upper layers register here to take part in every step.
+# Guarded by: imports. Cleared by: never.
 around_step: list[Callable[[], AbstractContextManager[None]]] = []
 
 
@@ -267,7 +268,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
                 ints.append(bounded.number)
                 program = compile_cache.cached(key)
         if abstract.run() is None and config.compare_processes_every_s is not None:
-            path.note(key, program, (floats, ints, complexes))
+            fingerprint.note(key, program, (floats, ints, complexes))
         if program is None:
             program = planned.program() if bounded is None else bounded.program(planned.name)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Describes marked sums over devices, and which of them a program adds up, for one reduction."""
+"""Finds marked sums that a program adds up, so that one reduction serves all of them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,11 @@ from spmd_core.program.reductions import Reduction
 
 @dataclass(frozen=True, eq=False)
 class Total:
-    """A value that adds up others, at least one of which is a `Sum` or a `Total`.
+    """An addition of values, at least one of which is a `Sum` or a `Total`.
 
     Attributes:
         op: the addition.
-        terms: its operands; a `Ref` is a value that is used as it is.
+        terms: its operands; a `Ref` is a value that needs no reduction.
     """
 
     op: Op
@@ -29,7 +29,7 @@ class Gradient:
     """A gradient that is reduced in a manual region.
 
     Attributes:
-        found: what it adds up.
+        found: the sum, or the addition of sums, that it is.
         reduction: how it is reduced.
     """
 
@@ -38,7 +38,7 @@ class Gradient:
 
 
 def sums(found: Sum | Total | Ref) -> Iterator[Sum]:
-    """The sums that a gradient adds up."""
+    """The sums in a gradient, in order."""
     if isinstance(found, Sum):
         yield found
     elif isinstance(found, Total):
@@ -47,26 +47,25 @@ def sums(found: Sum | Total | Ref) -> Iterator[Sum]:
 
 
 def uses(graph: Graph) -> Counter[Ref]:
-    """How often each value of a graph is used, as an operand or a result."""
+    """The number of uses of each value of a graph, as an operand or as a result of the program."""
     found = Counter(operand for op in graph.ops for operand in op.operands)
     found.update(graph.outputs)
     return found
 
 
 class Joins:
-    """Finds the gradients that a program adds up, each used for nothing else.
+    """Finds the gradients that a program adds up, and uses for nothing else.
 
     Attributes:
-        marks: the marks whose gradients are added up before one reduction, by the addition, in the
-            order of recording. Additions that add up such sums with further ones have the marks of
-            all.
-        ends: the additions that end with the reduction.
+        marks: for each addition, the marks of all gradients that it adds up, directly or by way of
+            earlier additions, in the order of recording.
+        ends: the additions after which the total is reduced.
     """
 
     def __init__(self, graph: Graph, gradients: Mapping[Op, Gradient]) -> None:
         self._gradients = gradients
         self._uses = uses(graph)
-        # By a value: the marks that it adds up, and its spec.
+        # For each value, the marks of the gradients that it adds up.
         self._values: dict[Ref, tuple[Op, ...]] = {}
         self.marks: dict[Op, tuple[Op, ...]] = {}
         self.ends: set[Op] = set()
@@ -80,7 +79,7 @@ class Joins:
                     self.ends -= {*self._before(op)}
 
     def _marks_of(self, op: Op) -> tuple[Op, ...]:
-        """The marks whose gradients the operation's result adds up; empty for any other value."""
+        """The marks of the gradients that an operation adds up; empty for any other operation."""
         entry = op.entry
         if op in self._gradients and entry.name in (MARK, MARK_SUM):
             return (op,)
@@ -97,7 +96,7 @@ class Joins:
         return marks if source is not None and source.spec == entry.spec else ()
 
     def _before(self, op: Op) -> Iterator[Op]:
-        """The last additions of what it adds up."""
+        """The additions whose results it adds up."""
         for x in op.operands:
             if x.op in self.marks:
                 yield x.op

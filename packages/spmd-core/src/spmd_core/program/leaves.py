@@ -25,12 +25,12 @@ def host_placement(sharding: Sharding | None = None) -> Placement:
 
 
 def marked_placement(sharding: Sharding) -> Placement:
-    """The placement of device data that lies exactly as its mark says."""
+    """The placement of device data that is sharded as its mark says."""
     return Placement.of(named_sharding(sharding), sharding)
 
 
 def device_placement(sharding: Sharding | None) -> Placement:
-    """The placement of data that is uploaded outside of a program; replicated without a mark."""
+    """The placement of data that is uploaded outside a program; replicated if it has no mark."""
     return (
         marked_placement(sharding)
         if sharding is not None
@@ -40,7 +40,7 @@ def device_placement(sharding: Sharding | None) -> Placement:
 
 @lru_cache(maxsize=16384)
 def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
-    """How a leaf must lie for a program on these devices."""
+    """The placement that a leaf must have for a program on these devices."""
     sharding, own = placement.sharding, placement.jax_sharding
     if placement.manual is not None:
         return placement
@@ -57,26 +57,25 @@ devices.on_exchange.append(target_placement.cache_clear)
 def refuse_local(value: Value) -> None:
     """Raises SpmdError for a tensor that is local to a manual region.
 
-    Such a tensor has one value per position along the region's axes.
+    Such a tensor has one value for each position along the region's axes.
     """
     if value.placement.manual is not None:
         raise SpmdError(
-            "a tensor inside a manual region has a value of its own on each device, "
-            f"and none to read or to lay out; got {value.spec!r}. "
+            "a tensor inside a manual region has another value on each device, so it cannot be "
+            f"read or sharded; got {value.spec!r}. "
             "Return it from the region with an out_spec, and read the result."
         )
 
 
 def replace(storage: Storage, array: jax.Array, placement: Placement) -> None:
-    """Makes a device array the storage's value, in place of a computed or pending one."""
+    """Replaces the storage's value, computed or pending, by a device array."""
     storage.write(Value.leaf(storage.spec, array, placement, None))
 
 
 def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
-    """Sets the storage's mark, None for none.
+    """Sets the storage's mark; None removes it.
 
-    Device data is resharded at once, without waiting; host data gets the sharding when it is
-    uploaded.
+    Device data is resharded at once, without waiting. Host data is sharded when it is uploaded.
     """
     value = storage.value
     if value.data is not None:
@@ -99,7 +98,7 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
 
 
 def move(value: Value, target: Placement) -> None:
-    """Reshards a leaf that is in device memory. Does not wait."""
+    """Reshards a leaf in device memory. Does not wait."""
     value.data = buffers.reshard(
         value.data, target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
     )
@@ -107,10 +106,10 @@ def move(value: Value, target: Placement) -> None:
 
 
 def convert(value: Value, target: Placement) -> jax.Array:
-    """The leaf's array, laid out as `target` says.
+    """The leaf's array with the placement `target`.
 
-    Host data is uploaded, and unmarked data is resharded, for good. Marked data keeps its layout:
-    the result is then a copy for one program.
+    Uploaded host data, and resharded data without a mark, become the leaf's data. A marked leaf
+    keeps its data, and the result is a copy for one program.
     """
     placement = value.placement
     if placement.jax_sharding is None:

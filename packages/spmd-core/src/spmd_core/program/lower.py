@@ -27,16 +27,16 @@ class Lowered:
     """A graph as StableHLO with shardings, not compiled.
 
     Attributes:
-        graph: as it was recorded; what passes have made of it is dropped.
+        graph: the recorded graph; the one that passes made of it is not kept.
         target: what it is lowered for.
-        name: the program's.
-        checks: what the program checks of its indices.
-        out_placements: where its results lie; None where the partitioner chooses.
+        name: the program's name.
+        checks: the program's index checks.
+        out_placements: the placements of the results; None for those that the partitioner chooses.
         stage: jax's stage before compilation. Its StableHLO names each operation as torch does,
             `aten::mm`. Where the graph has origins, the name is
             `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
             the user's line.
-        trace_s: how long it took, in seconds.
+        trace_s: the seconds that lowering took.
     """
 
     graph: RecordedGraph
@@ -49,25 +49,25 @@ class Lowered:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """jax's devices, in the order of the graph's `device_ids`."""
+        """The jax devices, in the order of the graph's `device_ids`."""
         return tuple(self.target.jax_mesh.devices.flat)
 
     @property
     def num_packed(self) -> int:
-        """How many arrays of packed scalar inputs come before the leaves."""
+        """The number of arrays of packed scalar inputs, which come before the leaves."""
         return len(self.stage.args_info[0][0])
 
 
 def lower(
     graph: ir.Graph, target: Target, name: str, *, platforms: tuple[str, ...] | None = None
 ) -> Lowered:
-    """Runs the passes, and lowers what they make.
+    """Runs the passes on a graph, and lowers the result.
 
     Args:
-        graph: as it was recorded.
+        graph: the graph before passes.
         target: what it is lowered for.
-        name: the program's.
-        platforms: jax's names of what it is lowered for; by default the platform of the devices.
+        name: the program's name.
+        platforms: jax's names of the platforms to lower for; by default that of the devices.
     """
     start = time.perf_counter()
     with (
@@ -83,11 +83,11 @@ def lower(
 
 
 def jaxpr(recorded: RecordedGraph, name: str) -> ClosedJaxpr:
-    """A graph's function, traced, without the forms of operations that the partitioner gets right.
+    """A graph's function as a jaxpr, without the rules for the partitioner.
 
     Args:
-        recorded: the graph, before passes.
-        name: the program's.
+        recorded: the graph before passes.
+        name: the program's name.
     """
     graph = ir.Graph.of(recorded)
     target = Target.of(graph)
@@ -120,7 +120,7 @@ def _trace(fold: Fold, graph: ir.Graph, target: Target, name: str) -> jax.stages
 
 
 def _arguments(graph: RecordedGraph, target: Target, kinds: Sequence[type]) -> Iterator[Any]:
-    """The scalar inputs, those of each kind in one array, and the leaves."""
+    """The scalar inputs, packed into one array for each kind, and the leaves."""
     everywhere = target.mesh(replicated(target.device_ids))
     counts = {float: 0, int: int(graph.growth is not None), complex: 0}
     for kind in kinds:
@@ -147,7 +147,7 @@ def _at_size(
     packed: list[jax.Array],
     leaves: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], jax.Array]:
-    """The results and the token for the size that comes last among the ints."""
+    """The results and the token of a program for growing sizes; the size is the last int."""
     position = int(float in kinds)
     ints = packed[position]
     rest = [ints[:-1]] if ints.size > 1 else []
@@ -167,9 +167,9 @@ def _at_size(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Inside, Python's garbage collector does not look through the many objects of a trace.
+    """Inside, Python's garbage collector is off.
 
-    They stay until its end, and the collector would look through them again and again.
+    A trace makes many objects that live until its end, which the collector would scan repeatedly.
     """
     is_enabled = gc.isenabled()
     gc.disable()

@@ -1,11 +1,12 @@
-"""The names of marks, which operations and modules record and which passes look for."""
+"""The names of marks, which recording gives to operations, and by which passes find them."""
 
 from spmd_core.graph.values import Entry
 
-# Of a whole layout, along some axes of a mesh, and of a sum over the devices along them.
+# A mark of the complete sharding, one along some axes of a mesh, and one of a sum over features
+# that some axes split.
 MARK_SHARDING, MARK_ALONG, MARK_SUM = "spmd::mark_sharding", "spmd::mark_along", "spmd::mark_sum"
 
-# Those of gradients; those of the second name are reduced at once, also where they are added up.
+# Marks of gradients. A gradient with the second name is reduced at once, even if others are added.
 MARK, MARK_AT_ONCE = "spmd::mark_gradient", "spmd::mark_gradient.at_once"
 
 

@@ -1,7 +1,8 @@
-"""The largest tensors of a program, for errors where memory runs out: whose, how split, how large.
+"""A table of the largest tensors of a program, with names and shardings, for out-of-memory errors.
 
-It tells what is known before a program is partitioned, so that it also serves one that the compiler
-refuses: how arguments, marked values and results are split. What the compiler splits is said to be.
+It only uses facts that are known before partitioning, so that it also serves a program that the
+compiler refuses: the shardings of arguments, marked values and results. For other values it says
+that the compiler chooses the sharding.
 """
 
 import math
@@ -22,7 +23,7 @@ from spmd_core.sharding.mesh import get_global_mesh
 from spmd_core.source_lines import Origin
 
 _NUM_ROWS = 8
-_LEAST = 1e-3  # of the largest: smaller tensors are not worth a line
+_LEAST = 1e-3  # as a fraction of the largest tensor: smaller ones are left out
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class _Row:
     """One tensor of a program.
 
     Attributes:
-        num_bytes: on each device; where the compiler splits it, of an equal share.
-        what: its name, or the operation that makes it, and its spec.
+        num_bytes: bytes on each device; an equal share, if the compiler chooses the sharding.
+        what: the tensor's name, or the operation that computes it, and its spec.
         layout: how it is split.
-        split: what it would take if a mesh axis split it; empty if none could.
-        where: the user's line; empty if it was not recorded.
+        split: the bytes that it would take if another mesh axis split it; empty if none can.
+        where: the user's source line; empty if it was not recorded.
     """
 
     num_bytes: int
@@ -48,8 +49,8 @@ def text(graph: RecordedGraph, names: Mapping[Storage, str]) -> str:
     """The largest tensors, two or three lines each.
 
     Args:
-        graph: of the program.
-        names: of tensors, by storage (`tensor_names.names`).
+        graph: the program's graph.
+        names: the names of tensors, by storage (`tensor_names.names`).
     """
     counts = Counter(_Table(graph, names).rows())
     chosen = sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:_NUM_ROWS]
@@ -81,17 +82,17 @@ class _Table:
         self._mesh = self._find_mesh()
 
     def _placements(self) -> list[Placement]:
-        """Of the arguments, and of the results as far as marks tell."""
+        """The placements of the arguments, and of results as far as they are known."""
         outputs = (output.placement for output in self._graph.outputs)
         return [leaf.placement for leaf in self._graph.leaves] + [p for p in outputs if p]
 
     def _find_mesh(self) -> Mesh | None:
-        """The user's: of a mark, or the global one."""
+        """The user's mesh: that of a mark, or the global mesh."""
         marks = [p.sharding for p in self._placements()]
         marks += [node.entry.sharding for node in self._graph.nodes]
         mesh = next((mark.mesh for mark in marks if mark is not None), get_global_mesh())
-        is_whole = mesh is not None and mesh.size() == len(self._graph.device_ids)
-        return jax_mesh(mesh) if mesh is not None and is_whole else None
+        has_all = mesh is not None and mesh.size() == len(self._graph.device_ids)
+        return jax_mesh(mesh) if mesh is not None and has_all else None
 
     def rows(self) -> Iterator[_Row]:
         graph = self._graph
@@ -115,7 +116,7 @@ class _Table:
                     named = output.placement.jax_sharding
                     shape = stored_shape(output.spec, output.placement)
                 has_array = _has_arrays(node, is_result=output is not None)
-                # An updated argument is there once, as it is donated.
+                # An argument that is updated in place is listed once, as its buffer is donated.
                 if (has_array or name) and not (name and name in argument_names):
                     made = f"{entry.name} {spec!r}"
                     what = f"{name}, {spec!r} by {entry.name}" if name else made
@@ -153,7 +154,7 @@ class _Table:
         return _Row(num_bytes, what, layout, self._split_further(named, shape, num_bytes), where)
 
     def _split_further(self, named: NamedSharding, shape: tuple[int, ...], num_bytes: int) -> str:
-        """What the tensor would take if another axis of the mesh split it."""
+        """The bytes that the tensor would take if another axis of the mesh split it."""
         mesh = named.mesh if not named.is_fully_replicated else self._mesh
         used: set[str] = set()
         for axes in named.spec:
@@ -163,7 +164,7 @@ class _Table:
         found = []
         for axis, n in sizes.items():
             if axis not in used and n > 1 and max(block, default=1) >= n:
-                # The dim that is split into the smallest blocks: one that n divides, if there is.
+                # Split the dim that gives the smallest shards: one that n divides, if there is one.
                 share = min(-(-m // n) * (math.prod(block) // m) for m in block if m >= n)
                 each = share * num_bytes // math.prod(block)
                 found.append(f"over {axis}{f'={n}' if mesh else ''} {_size(each)}")
@@ -171,7 +172,7 @@ class _Table:
 
 
 def _has_arrays(node: Node, *, is_result: bool) -> bool:
-    """Whether what it computes is an array of its own: no view or cast, which readers compute."""
+    """Whether its result is materialised: views and casts are fused into their readers."""
     entry = node.entry
     is_constant = not node.inputs and not entry.random and not is_result
     is_passed_on = entry.name == BARRIER or entry.border is not None
@@ -179,7 +180,7 @@ def _has_arrays(node: Node, *, is_result: bool) -> bool:
 
 
 def _place(verb: str, origin: Origin | None) -> str:
-    """The user's line, and the module that ran; empty if it was not recorded."""
+    """The user's source line, and the module that ran; empty if it was not recorded."""
     if origin is None:
         return ""
     return f"{verb} at {origin}" + (f", in {origin.module}" if origin.module else "")

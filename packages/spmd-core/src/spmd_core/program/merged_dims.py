@@ -1,8 +1,8 @@
-"""Equations on arrays with merged dims, written as equations on the dims that these consist of.
+"""Rewrites equations on arrays with merged dims as equations on the factors of these dims.
 
-An equation that does the same along each factor of a merged dim, such as a product, a reduction or
-a transposition, is computed with each factor as a dim of its own. Dims along which positions are
-counted, as by a concatenation or a cumulative sum, are unmerged first, which moves elements.
+An equation that treats all factors of a merged dim alike, such as a product, a reduction or a
+transpose, is computed with each factor as a dim of its own. Dims along which positions matter, as
+for a concatenation or a cumulative sum, are compacted first, which moves elements.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -65,13 +65,13 @@ def _flat(factors: Factors) -> Sizes:
 
 
 def _positions(factors: Factors, dims: Iterable[int]) -> list[int]:
-    """Where the factors of these dims stand among all factors."""
+    """The positions of the factors of these dims among all factors."""
     starts = np.cumsum([0, *(len(own) for own in factors)])
     return [int(starts[d]) + k for d in dims for k in range(len(factors[d]))]
 
 
 def _each(factors: Factors, values: Sequence[Any], along_merged: Any) -> tuple[Any, ...]:
-    """Values of dims as values of their factors; those of merged dims get another one."""
+    """Values by dim as values by factor; the factors of merged dims get `along_merged`."""
     found: list[Any] = []
     for own, value in zip(factors, values, strict=True):
         found += [value] if len(own) == 1 else [along_merged] * len(own)
@@ -79,7 +79,7 @@ def _each(factors: Factors, values: Sequence[Any], along_merged: Any) -> tuple[A
 
 
 def _alike(capacity: Capacity, operands: Sequence[Padded]) -> list[Padded]:
-    """Operands of one shape with the same factors."""
+    """Operands of equal shape, with the same factors."""
     factors = common_factors(operands)
     return [with_factors(capacity, x, factors) for x in operands]
 
@@ -111,7 +111,7 @@ def _per_element(eqn: Equation) -> Unmerged:
 
 
 def _dim(x: Padded, dim: int) -> Padded:
-    """What is known of one dim; the array is left out."""
+    """The facts about one dim, without the array."""
     uniform = frozenset({0}) if dim in x.uniform else frozenset()
     return Padded(None, (x.sizes[dim],), (x.factors[dim],), uniform)
 
@@ -178,7 +178,7 @@ def _along(name: str) -> Rule:
         dims = eqn.param(name)
         chosen = {dims} if isinstance(dims, int) else {*dims}
         read = [compacted(eqn.capacity, x, chosen) for x in eqn.read]
-        # Of a concatenation, the operands' sizes differ along the dim, which is not merged.
+        # The operands of a concatenation have different sizes along its dim, which is not merged.
         others = common_factors(read)
         read = [
             with_factors(

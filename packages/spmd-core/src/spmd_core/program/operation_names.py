@@ -1,4 +1,4 @@
-"""Names the operations of a lowered program after torch's, and after the user's lines."""
+"""Names the operations of a lowered program after torch's operations and the user's lines."""
 
 import functools
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ _source_info = releases.jax_module("jax.extend.source_info_util", "current", "us
 
 @contextmanager
 def named(source: Source) -> Iterator[None]:
-    """Names what is traced inside after a recorded operation.
+    """Names the operations that are traced inside after a recorded operation.
 
-    One with an origin is also named after its module, its position and the user's line.
+    If that has an origin, the name also has its module, its position and the user's line.
     """
     origin = source.origin
     if origin is None:
@@ -36,9 +36,9 @@ def named(source: Source) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _traceback(file: str, line: int, function: str) -> Any:
-    """A traceback of jax whose innermost frame is the user's line.
+    """A jax traceback whose innermost frame is the user's line.
 
-    It is taken by code that is compiled as if it were in that file, line and function.
+    It is taken inside of code that is compiled with that file, line and function name.
     """
     code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
     return eval(

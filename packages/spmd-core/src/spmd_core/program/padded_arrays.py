@@ -1,9 +1,9 @@
-"""Arrays with padding behind the elements of dims that vary, and dims that are merged from others.
+"""Arrays that are padded along dims of varying size, some of which are merged from several dims.
 
-The flattened form of a `(8, n)` array that is padded to `(8, 64)` has padding between its elements.
-Its array keeps both dims, as the *factors* of the one dim of size 8 * n, so that the elements stay
-where they are, and a mesh axis that splits the 8 goes on to split it. `compacted` moves the
-elements of such a dim to the front, for operations that count positions along it.
+If an `(8, n)` array that is padded to `(8, 64)` is flattened, it has padding between its elements.
+Here the array keeps both dims, as the *factors* of the one dim of size 8 * n, so that no element
+moves, and a mesh axis that splits the 8 still splits it. `compacted` moves the elements of such a
+dim to the front, for operations that depend on positions along it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,19 +18,19 @@ from jax import lax
 from spmd_core.program.affine_sizes import Affine, GrowthRefusedError, Size, Sizes, quotient, times
 from spmd_core.program.program_graph import ReplicateDims
 
-# Products of sizes at this number are equal only if they are equal at each number.
+# Products of sizes that are equal at this number are equal at every number.
 _LARGE = (1 << 40) + 15
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """For which values of the number arrays have room, and the value that the program is given.
+    """The greatest value of the number for which arrays are padded, and the actual value.
 
     Attributes:
         bound: the greatest value.
-        number: the value, a traced 0-dim int64 array.
-        replicate_dims: gives an array of which no device splits some dims. The partitioner errs on
-            slices of split dims that begin where only the program knows.
+        number: the actual value, a traced 0-dim int64 array.
+        replicate_dims: replicates some dims of an array. The partitioner errs on slices of split
+            dims whose starts are not constant.
     """
 
     bound: int
@@ -45,13 +45,13 @@ class Capacity:
         return tuple(self.at_bound(size) for size in sizes)
 
     def value(self, size: Size, dtype: Any = np.int64) -> Any:
-        """The integer in the program."""
+        """The size at the actual number, as a value of the program."""
         if isinstance(size, int):
             return np.asarray(size, dtype)
         return size.at(self.number).astype(dtype)
 
     def is_element(self, shape: tuple[int, ...], sizes: Sizes, dims: Iterable[int]) -> jax.Array:
-        """Whether the elements of a shape lie before the padding of these dims."""
+        """For each position of a shape, whether it is an element and not padding of these dims."""
         inside: Any = True
         for dim in sorted(dims):
             position = lax.broadcasted_iota(np.int64, shape, dim)
@@ -61,12 +61,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Padded:
-    """An array with padding behind the elements of each factor that varies.
+    """An array with padding after the elements of each factor of varying size.
 
     Attributes:
-        array: its dims are the factors of all dims in order, each with its room.
-        sizes: of the dims, without padding.
-        factors: for each dim, the sizes of the array's dims that it is merged from, the major one
+        array: its dims are the factors of all dims in order, each padded to its capacity.
+        sizes: the sizes of the dims, without padding.
+        factors: for each dim, the sizes of the array's dims from which it is merged, the major one
             first; a dim that is not merged is its own factor.
         uniform: dims along which all elements are known to be equal.
     """
@@ -88,16 +88,16 @@ class Padded:
 
     @property
     def growing(self) -> set[int]:
-        """The dims that vary."""
+        """The dims of varying size."""
         return {dim for dim, size in enumerate(self.sizes) if isinstance(size, Affine)}
 
     @property
     def flat(self) -> "Padded":
-        """The same array with each factor as a dim."""
+        """The same array, with each factor as a dim."""
         return Padded.plain(self.array, tuple(size for own in self.factors for size in own))
 
     def dims_of(self, dim: int) -> range:
-        """The array's dims that this dim consists of."""
+        """The array's dims that are the factors of this dim."""
         start = sum(len(own) for own in self.factors[:dim])
         return range(start, start + len(self.factors[dim]))
 
@@ -106,7 +106,7 @@ class Padded:
 
 
 def filled(capacity: Capacity, x: Padded, dims: set[int], value: Any) -> jax.Array:
-    """The array of a plain `x`, with `value` as padding of those dims that vary."""
+    """The array of a plain `x`, with `value` as the padding of those of the dims that vary."""
     assert x.is_plain
     dims = dims & x.growing
     if not dims:
@@ -116,10 +116,10 @@ def filled(capacity: Capacity, x: Padded, dims: set[int], value: Any) -> jax.Arr
 
 
 def compacted(capacity: Capacity, x: Padded, dims: Iterable[int] | None = None) -> Padded:
-    """`x` with these dims unmerged, all by default: padding comes last. Moves the elements.
+    """`x` with single factors for these dims (default: all): padding comes last. Moves elements.
 
     Raises:
-        GrowthRefusedError: the product of the factors is no affine function of the number.
+        GrowthRefusedError: the product of the factors is not an affine function of the number.
     """
     chosen = range(len(x.sizes)) if dims is None else {*dims}
     return with_factors(
@@ -128,7 +128,7 @@ def compacted(capacity: Capacity, x: Padded, dims: Iterable[int] | None = None) 
 
 
 def with_factors(capacity: Capacity, x: Padded, factors: tuple[Sizes, ...]) -> Padded:
-    """`x` with other factors of its dims."""
+    """`x` with other factors for its dims."""
     array = x.array
     start = 0
     for dim, (before, after) in enumerate(zip(x.factors, factors, strict=True)):
@@ -141,9 +141,10 @@ def with_factors(capacity: Capacity, x: Padded, factors: tuple[Sizes, ...]) -> P
 
 
 def common_factors(operands: Sequence[Padded]) -> tuple[Sizes, ...]:
-    """Factors of each dim for operands of one shape: those that some operand has already.
+    """Common factors of each dim for operands of equal shape.
 
-    Merged dims keep theirs, as positions can be computed in them, while elements would be moved.
+    They are those of an operand whose dim is merged, if there is one: to change its factors would
+    move its elements.
     """
     found = []
     for dim in range(len(operands[0].sizes)):
@@ -154,7 +155,7 @@ def common_factors(operands: Sequence[Padded]) -> tuple[Sizes, ...]:
 
 
 def _uniform(capacity: Capacity, array: Any, start: int, num: int, after: Sizes) -> jax.Array:
-    """Equal elements, with other factors."""
+    """Other factors for some dims along which all elements are equal."""
     first = lax.slice_in_dim(array, 0, 1, axis=start)
     for dim in range(start + 1, start + num):
         first = lax.slice_in_dim(first, 0, 1, axis=dim)
@@ -164,7 +165,7 @@ def _uniform(capacity: Capacity, array: Any, start: int, num: int, after: Sizes)
 
 
 def _relaid(capacity: Capacity, array: Any, start: int, before: Sizes, after: Sizes) -> jax.Array:
-    """The elements of some neighbouring dims, moved to where other factors have them."""
+    """Moves the elements of some adjacent dims to their places under other factors."""
     shape = capacity.shape(after)
     rest: Any = np.int64(0)  # position among all elements, without padding
     step: Any = np.int64(1)
@@ -186,7 +187,7 @@ def _relaid(capacity: Capacity, array: Any, start: int, before: Sizes, after: Si
 
 
 def reshaped(capacity: Capacity, x: Padded, sizes: Sizes) -> Padded:
-    """`x` in another shape. Elements stay where they are if only whole dims are merged or split.
+    """`x` in another shape. No element moves if the reshape only merges or splits complete dims.
 
     Raises:
         GrowthRefusedError: there are no elements.
@@ -197,7 +198,7 @@ def reshaped(capacity: Capacity, x: Padded, sizes: Sizes) -> Padded:
     is_uniform = [dim in x.uniform for dim, own in enumerate(x.factors) for _ in own]
     factors: list[Sizes] = []
     uniform: set[int] = set()
-    done = 0  # dims of the array that have their final shape
+    done = 0  # the number of dims of the array that have their final shape
     for before, after in _groups(flat, sizes):
         left = tuple(flat[k] for k in before)
         right = tuple(sizes[k] for k in after)
@@ -210,7 +211,7 @@ def reshaped(capacity: Capacity, x: Padded, sizes: Sizes) -> Padded:
 
 
 def _groups(before: Sizes, after: Sizes) -> Iterator[tuple[range, range]]:
-    """The dims of the two shapes of a reshape, in the smallest groups of equal size."""
+    """Pairs of adjacent dims of a reshape's two shapes, in the smallest groups of equal size."""
 
     def at_large(size: Size) -> int:
         return size if isinstance(size, int) else int(size.at(_LARGE))
@@ -236,7 +237,7 @@ def _groups(before: Sizes, after: Sizes) -> Iterator[tuple[range, range]]:
 def _regrouped(
     capacity: Capacity, array: Any, start: int, before: Sizes, after: Sizes
 ) -> tuple[jax.Array, list[Sizes]]:
-    """Neighbouring dims in another shape of as many elements, and the factors of its dims."""
+    """Reshapes some adjacent dims; returns the array and the factors of the new dims."""
     original, head, tail = array, array.shape[:start], array.shape[start + len(before) :]
 
     def as_dims(sizes: Iterable[Size]) -> jax.Array:
@@ -249,12 +250,12 @@ def _regrouped(
         rest, own = size, []
         while rest != 1:
             first = waiting.pop(0)
-            if (whole := quotient(rest, first)) is not None:
+            if (found := quotient(rest, first)) is not None:
                 own.append(first)
-                rest = whole
+                rest = found
             elif (left := quotient(first, rest)) is not None:
                 if isinstance(first, Affine) and isinstance(rest, int):
-                    # What varies would be the minor one of two dims, so each gets a padding.
+                    # The varying factor would be the minor one of two dims, each with padding.
                     array = as_dims((*atoms, *own, first, *waiting))
                     place = start + len(atoms) + len(own)
                     array = _relaid(capacity, array, place, (first,), (rest, left))
@@ -270,7 +271,7 @@ def _regrouped(
 
 
 def _joined(factors: Sequence[Size]) -> Sizes:
-    """Neighbouring factors as one where padding stays last: what does not vary comes behind."""
+    """Adjacent factors, merged where a fixed one follows, so that padding still comes last."""
     found: list[Size] = []
     for size in factors:
         if found and isinstance(size, int):

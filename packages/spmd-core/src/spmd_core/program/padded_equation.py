@@ -1,4 +1,4 @@
-"""One equation of a jaxpr at two values of the number: its parameters hold sizes for integers."""
+"""One equation of a jaxpr on padded arrays, with a `Size` for each integer in its parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +16,14 @@ class Equation:
     """One equation, on padded arrays.
 
     Attributes:
-        primitive: what is computed.
+        primitive: the primitive.
         first: the parameters at the first value of the number.
-        second: the same at the second value.
-        read: its inputs.
-        outs: the sizes of its results.
-        capacity: for which values of the number there is room.
+        second: the parameters at the second value.
+        read: the inputs.
+        outs: the sizes of the results.
+        capacity: the values of the number for which arrays are padded.
         fit: how integers depend on the number.
-        given: parameters, with a `Size` for each integer, that stand for those of the traces.
+        given: parameters, with a `Size` for each integer, that override those of the traces.
     """
 
     primitive: Primitive
@@ -73,11 +73,11 @@ class Equation:
     def with_params(
         self, read: Sequence[Padded], outs: Sequence[Sizes], **params: Any
     ) -> "Equation":
-        """The same primitive on other arrays, with other parameters."""
+        """The equation with other inputs, result sizes and parameters."""
         return replace(self, read=[*read], outs=[*outs], given={**self.given, **params})
 
     def bind(self, *arrays: Any, **changed: Any) -> list[Any]:
-        """The results of the primitive with the parameters for the bound."""
+        """The primitive's results on these arrays, with the parameters at the bound."""
         params = {}
         for name in self.first:
             params[name] = changed[name] if name in changed else self._bound(self.param(name))

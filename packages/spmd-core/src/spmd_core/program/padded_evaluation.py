@@ -1,11 +1,11 @@
 """Evaluates a function whose sizes grow with one number, on arrays that are padded to a bound.
 
-The function is given by its jaxprs for two values of the number. The equations are evaluated with
-the sizes for the bound, and the number itself is an input: elements from the number on are padding
-with arbitrary values, and each rule below keeps them out of the elements before. What has no rule
-is refused, and so is compiled for each size by itself.
+The function is given by its jaxprs at two values of the number. Its equations are evaluated with
+the sizes at the bound, and the number itself is an input. Elements after the actual size are
+padding with arbitrary values, and the rule of each primitive keeps them out of the true elements. A
+function with a primitive that has no rule is refused, and compiled for each size.
 
-Bucketing is the usual name of padding to few sizes, so that few programs are compiled.
+Padding to a few sizes, so that few programs are compiled, is usually called bucketing.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Evaluation:
 
     Args:
         fit: how integers depend on the number.
-        capacity: for which values of the number arrays have room, and its value.
+        capacity: the values of the number for which arrays are padded, and the actual value.
     """
 
     def __init__(self, fit: Fit, capacity: Capacity) -> None:
@@ -38,15 +38,15 @@ class Evaluation:
     def results(
         self, first: ClosedJaxpr, second: ClosedJaxpr, inputs: Sequence[Any]
     ) -> list[Padded]:
-        """The function's results, with padding behind the elements of each dim that varies.
+        """The function's results, padded along each dim of varying size.
 
         Args:
             first: the function at the first value of the number.
-            second: the same at the second value.
-            inputs: the arguments, of the shapes for the bound.
+            second: the function at the second value.
+            inputs: the arguments, with the shapes at the bound.
 
         Raises:
-            GrowthRefusedError: an operation has no rule for what grows in it.
+            GrowthRefusedError: a primitive has no rule for a dim that grows.
         """
         arguments = []
         for v, w, x in zip(first.jaxpr.invars, second.jaxpr.invars, inputs, strict=True):
@@ -98,8 +98,8 @@ class Evaluation:
             isinstance(size, Affine) for sizes in outs for size in sizes
         )
         if not grows and equation.is_fixed():
-            # Of a shard_map, such as a mark along one axis, parameters hold a function. Some
-            # releases of jax give it apart from the others.
+            # The parameters of a shard_map, such as a mark along one axis, contain a function,
+            # which some releases of jax return separately.
             found = first.primitive.get_bind_params(first.params)
             functions, params = found if isinstance(found, tuple) else ((), found)
             results = first.primitive.bind(*functions, *(x.array for x in read), **params)

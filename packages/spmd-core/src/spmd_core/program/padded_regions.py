@@ -1,6 +1,6 @@
-"""Manual regions on padded arrays: each device evaluates the region's function on its own blocks.
+"""Manual regions on padded arrays: each device evaluates the region's function on its blocks.
 
-A region may split dims that do not vary, and merged dims along their major factor. The length that
+A region may split dims of fixed size, and merged dims along a fixed major factor. The size that
 varies is then the same on each device.
 """
 
@@ -31,14 +31,14 @@ def evaluated(
 
     Args:
         first: the equation at the first value of the number.
-        second: the same at the second value.
-        read: its inputs.
+        second: the equation at the second value.
+        read: the inputs.
         fit: how integers depend on the number.
-        capacity: for which values of the number there is room.
+        capacity: the values of the number for which arrays are padded.
         run: evaluates a function.
 
     Raises:
-        GrowthRefusedError: a dim that varies is split.
+        GrowthRefusedError: a dim of varying size is split.
     """
     params = first.params
     mesh = params["mesh"]
@@ -50,12 +50,12 @@ def evaluated(
             read, params["in_specs"], inner.jaxpr.invars, other.jaxpr.invars, strict=True
         )
     ]
-    whole = [fit.sizes(shape_of(v), shape_of(w)) for v, w in zip(first.outvars, second.outvars)]
+    sizes = [fit.sizes(shape_of(v), shape_of(w)) for v, w in zip(first.outvars, second.outvars)]
     own = [
         fit.sizes(shape_of(v), shape_of(w))
         for v, w in zip(inner.jaxpr.outvars, other.jaxpr.outvars)
     ]
-    outs = [_Out(*x) for x in zip(whole, own, params["out_specs"], strict=True)]
+    outs = [_Out(*x) for x in zip(sizes, own, params["out_specs"], strict=True)]
 
     def function(number: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         here = Capacity(capacity.bound, number)
@@ -72,7 +72,7 @@ def evaluated(
         check_vma=False,
     )
     arrays = mapped(capacity.number, *(x.array for x in read))
-    return [Padded(x, out.whole, out.factors) for x, out in zip(arrays, outs)]
+    return [Padded(x, out.sizes, out.factors) for x, out in zip(arrays, outs)]
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
@@ -84,7 +84,7 @@ def _names(spec: PartitionSpec, dim: int) -> Any:
 
 
 class _Block:
-    """How an input's blocks lie on the devices."""
+    """How an input is split into blocks."""
 
     def __init__(self, spec: PartitionSpec, sizes: Sizes, factors: tuple[Sizes, ...]) -> None:
         self.spec, self.sizes, self.factors = spec, sizes, factors
@@ -103,7 +103,7 @@ class _Block:
 
 
 def _block(x: Padded, spec: PartitionSpec, mesh_shape: Any, sizes: Sizes) -> _Block:
-    """How the blocks of `x` lie; `sizes` are those of a block."""
+    """How `x` is split into blocks of these sizes."""
     axes: list[Any] = []
     factors: list[Sizes] = []
     for dim, (own, size) in enumerate(zip(x.factors, sizes)):
@@ -124,17 +124,17 @@ def _block(x: Padded, spec: PartitionSpec, mesh_shape: Any, sizes: Sizes) -> _Bl
 
 
 class _Out:
-    """How a result's blocks lie on the devices.
+    """How a result is joined from blocks.
 
-    Of a dim that varies and is split, the shards are the major factor.
+    If a dim of varying size is split, the number of shards becomes its major factor.
     """
 
-    def __init__(self, whole: Sizes, own: Sizes, spec: PartitionSpec) -> None:
-        self.whole = whole
+    def __init__(self, sizes: Sizes, own: Sizes, spec: PartitionSpec) -> None:
+        self.sizes = sizes
         axes: list[Any] = []
         factors: list[Sizes] = []
         self._split: list[int] = []
-        for dim, (size, local) in enumerate(zip(whole, own)):
+        for dim, (size, local) in enumerate(zip(sizes, own)):
             names = _names(spec, dim)
             if names is not None and isinstance(size, Affine):
                 num = size.slope // local.slope if isinstance(local, Affine) else 0

@@ -1,7 +1,6 @@
-"""How each primitive is evaluated on padded arrays without merged dims.
+"""The rule of each primitive for padded arrays without merged dims.
 
-Elements behind a varying size are padding with arbitrary values, and each rule keeps them out of
-the elements before.
+Padding has arbitrary values, and each rule keeps it out of the true elements of the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ Rule = Callable[[Equation], Sequence[Any]]
 
 
 def _per_element(eqn: Equation) -> Sequence[Any]:
-    """Each element of a result depends on the elements at one place alone."""
+    """Elementwise: each element of a result depends on the operands' elements at its position."""
     if eqn.name == "bitcast_convert_type" and len(eqn.outs[0]) != len(eqn.read[0].sizes):
         raise GrowthRefusedError("bits are split or joined along a dim")
     return eqn.bind(*eqn.arrays)
@@ -34,11 +33,11 @@ def _each_operand(eqn: Equation) -> Sequence[Any]:
 
 
 def _constraint(eqn: Equation) -> Sequence[Any]:
-    """A sharding constraint, on dims that do not vary."""
+    """A sharding constraint on dims of fixed size."""
     spec = getattr(constraint_of(eqn), "spec", None)
-    whole = (None, (), PartitionSpec.UNCONSTRAINED)
+    not_split = (None, (), PartitionSpec.UNCONSTRAINED)
     if spec is None or any(
-        dim < len(spec) and spec[dim] not in whole for dim in eqn.read[0].growing
+        dim < len(spec) and spec[dim] not in not_split for dim in eqn.read[0].growing
     ):
         raise GrowthRefusedError("a dim that grows is split")
     return eqn.bind(*eqn.arrays)
@@ -78,14 +77,14 @@ _NEUTRAL: dict[str, Callable[[np.dtype], Any]] = {
 
 
 def _reduction(eqn: Equation) -> Sequence[Any]:
-    """The padding gets the value that changes no result."""
+    """Sets the padding to the neutral element of the reduction."""
     kind = eqn.name.removeprefix("reduce_").removeprefix("arg")
     x = eqn.read[0]
     return eqn.bind(eqn.filled(x, {*eqn.param("axes")}, _NEUTRAL[kind](x.array.dtype)))
 
 
 def _cumulative(eqn: Equation) -> Sequence[Any]:
-    """Padding comes last; in reverse it comes first, and gets the value that changes no result."""
+    """Padding comes last; in reverse it comes first, and is set to the neutral element."""
     kind = eqn.name.removeprefix("cum")
     x = eqn.read[0]
     if not eqn.param("reverse"):
@@ -94,14 +93,14 @@ def _cumulative(eqn: Equation) -> Sequence[Any]:
 
 
 def _dot_general(eqn: Equation) -> Sequence[Any]:
-    """Zero on both sides, as a padding of infinities times zero would be NaN."""
+    """Sets the padding of both operands to zero, as infinity times zero would be NaN."""
     (left, right), _ = eqn.param("dimension_numbers")
     a, b = eqn.read
     return eqn.bind(eqn.filled(a, {*left}, 0), eqn.filled(b, {*right}, 0))
 
 
 def _concatenate(eqn: Equation) -> Sequence[Any]:
-    """Each part is written behind the elements of those before it."""
+    """Writes each operand after the elements of the operands before it."""
     dim = eqn.param("dimension")
     if not any(dim in x.growing for x in eqn.read):
         return eqn.bind(*eqn.arrays)
@@ -109,7 +108,8 @@ def _concatenate(eqn: Equation) -> Sequence[Any]:
     result = jnp.zeros(capacity.shape(eqn.outs[0]), eqn.arrays[0].dtype)
     start: Any = 0
     for x in eqn.read:
-        # A part ends, with its padding, within the result: its start is at most that at the bound.
+        # Each operand fits into the result with its padding: its start is at most that at the
+        # bound.
         part = capacity.replicate_dims(x.array, [dim])
         result = lax.dynamic_update_slice_in_dim(result, part, start, dim)
         start = start + capacity.value(x.sizes[dim])
@@ -132,7 +132,8 @@ def _slice(eqn: Equation) -> Sequence[Any]:
             start = 0
         fixed.append(start)
         limits.append(start + max(count - 1, 0) * stride + min(count, 1))
-    # A slice of a dim that does not grow, such as the part of a cache that is filled, ends in it.
+    # The slice of a fixed dim may grow, such as the filled part of a cache. Its limit at the bound
+    # may then be out of bounds, so the dim is padded.
     beyond = [(0, max(limit - n, 0), 0) for limit, n in zip(limits, array.shape)]
     array = lax.pad(array, jnp.zeros((), array.dtype), beyond)
     return [lax.slice(array, fixed, limits, strides)]
@@ -141,7 +142,7 @@ def _slice(eqn: Equation) -> Sequence[Any]:
 def _piece(
     capacity: Capacity, array: jax.Array, start: Any, size: int, dim: int, grows: bool
 ) -> jax.Array:
-    """`size` elements from `start` on; where `size` includes padding, they may lie beyond."""
+    """`size` elements from `start` on; if `size` includes padding, they may end out of bounds."""
     array = capacity.replicate_dims(array, [dim])
     if grows:
         pads = [(0, size if i == dim else 0, 0) for i in range(array.ndim)]
@@ -165,7 +166,7 @@ def _dynamic_slice(eqn: Equation) -> Sequence[Any]:
 
 
 def _dynamic_update_slice(eqn: Equation) -> Sequence[Any]:
-    """The padding of the update leaves what it would cover as it is."""
+    """Writes the update without its padding."""
     x, update, *starts = eqn.read
     capacity = eqn.capacity
     begins = []
@@ -196,7 +197,7 @@ def _bounded(
     window: Sequence[int],
     mode: Any,
 ) -> Any:
-    """Indices into the padding, as the mode treats those beyond the dim."""
+    """Treats indices into the padding as the mode treats indices out of bounds."""
     columns = []
     for position, dim in enumerate(dims):
         column = indices[..., position]
@@ -214,10 +215,10 @@ def _gather(eqn: Equation) -> Sequence[Any]:
     numbers, mode = eqn.param("dimension_numbers"), eqn.param("mode")
     sizes = eqn.param("slice_sizes")
     for dim in x.growing:
-        whole = dim not in numbers.start_index_map and sizes[dim] == x.sizes[dim]
+        is_complete = dim not in numbers.start_index_map and sizes[dim] == x.sizes[dim]
         indexed = dim in numbers.start_index_map and isinstance(sizes[dim], int)
         batch = dim in numbers.operand_batching_dims
-        if not (whole or indexed or batch):
+        if not (is_complete or indexed or batch):
             raise GrowthRefusedError("a gather takes part of a dim that grows")
     if any(isinstance(size, Affine) and dim not in x.growing for dim, size in enumerate(sizes)):
         raise GrowthRefusedError("a gather takes a part that grows")
@@ -230,7 +231,7 @@ def _gather(eqn: Equation) -> Sequence[Any]:
 
 
 def _scatter(eqn: Equation) -> Sequence[Any]:
-    """Updates of the padding are dropped, by an index beyond the dim."""
+    """Drops updates that are padding, by an index out of bounds."""
     x, indices, updates = eqn.read
     numbers, mode = eqn.param("dimension_numbers"), eqn.param("mode")
     dims = numbers.scatter_dims_to_operand_dims
@@ -245,15 +246,15 @@ def _scatter(eqn: Equation) -> Sequence[Any]:
     ]  # the operand's dims, in the order of the updates' window dims
     window_of = dict(zip(windows, numbers.update_window_dims))
     window: list[int] = []
-    for dim, whole in enumerate(x.sizes):
+    for dim, full_size in enumerate(x.sizes):
         size = updates.sizes[window_of[dim]] if dim in window_of else 1
         if dim in dims and isinstance(size, Affine):
             raise GrowthRefusedError("a scatter writes a part that grows")
         if (
             dim not in dims
             and dim not in batches
-            and size != whole
-            and {Affine} & {type(size), type(whole)}
+            and size != full_size
+            and {Affine} & {type(size), type(full_size)}
         ):
             raise GrowthRefusedError("a scatter writes part of a dim that grows")
     for dim in dims:
@@ -261,7 +262,7 @@ def _scatter(eqn: Equation) -> Sequence[Any]:
         assert isinstance(size, int)
         window.append(size)
     if mode not in (_CLIP, _FILL):
-        mode = _FILL  # all indices are promised to lie inside
+        mode = _FILL  # the caller promised that all indices are in bounds
     bounded = _bounded(capacity, x, indices.array, dims, window, mode)
     if indices.growing:
         inside = capacity.is_element(bounded.shape, indices.sizes, indices.growing)
@@ -272,7 +273,7 @@ def _scatter(eqn: Equation) -> Sequence[Any]:
 
 
 def _pad(eqn: Equation) -> Sequence[Any]:
-    """The operand's padding gets the padding's value: it is what lies behind the elements."""
+    """Sets the operand's padding to the padding value, which comes after the elements."""
     (x, value), capacity, sizes = eqn.read, eqn.capacity, eqn.outs[0]
     config = list(eqn.param("padding_config"))
     moving = [dim for dim, (low, _, _) in enumerate(config) if isinstance(low, Affine)]
@@ -290,7 +291,7 @@ def _pad(eqn: Equation) -> Sequence[Any]:
     [array] = eqn.bind(array, value.array, padding_config=_at_bound(capacity, config))
     for dim, low in lows.items():
         room, size = capacity.at_bound(sizes[dim]), array.shape[dim]
-        # As much room again, so that what is written never begins before `low`.
+        # Twice the capacity, so that the written block never starts before `low`.
         shape = [room + size if d == dim else n for d, n in enumerate(array.shape)]
         wide = jnp.broadcast_to(value.array, shape)
         array = capacity.replicate_dims(array, [dim])
@@ -304,7 +305,7 @@ def _at_bound(capacity: Capacity, config: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _stack(eqn: Equation) -> Sequence[Any]:
-    """Along a dim of its own, which does not vary."""
+    """Stacks along a new dim, whose size is fixed."""
     return eqn.bind(*eqn.arrays)
 
 
@@ -323,7 +324,7 @@ def _top_k(eqn: Equation) -> Sequence[Any]:
 
 
 def _reversed(eqn: Equation) -> Sequence[Any]:
-    """The padding comes first in the reversed array, and is cut off."""
+    """Reverses, and slices off the padding, which then comes first."""
     x, capacity = eqn.read[0], eqn.capacity
     dims = eqn.param("dimensions")
     array = lax.rev(x.array, dims)
@@ -334,7 +335,7 @@ def _reversed(eqn: Equation) -> Sequence[Any]:
 
 
 def _sort(eqn: Equation) -> Sequence[Any]:
-    """A first key sorts the padding behind all elements."""
+    """An additional first key sorts the padding after all elements."""
     dim, num_keys = eqn.param("dimension"), eqn.param("num_keys")
     x = eqn.read[0]
     if dim not in x.growing:
@@ -348,7 +349,7 @@ def _sort(eqn: Equation) -> Sequence[Any]:
 
 
 def _tile(eqn: Equation) -> Sequence[Any]:
-    """Copies along a dim of their own, which is then merged with the dim that is repeated."""
+    """Copies along a new dim, which is then merged with the repeated dim."""
     x, capacity = eqn.read[0], eqn.capacity
     sizes: tuple[Any, ...] = ()
     for count, size in zip(eqn.param("reps"), x.sizes, strict=True):
@@ -364,7 +365,7 @@ def _squeeze(eqn: Equation) -> Sequence[Any]:
 
 
 def _convolution(eqn: Equation) -> Sequence[Any]:
-    """Images of a batch that varies; what is summed over it gets zeros."""
+    """Convolutions whose batch varies; a sum over the batch reads zeros as padding."""
     left, right = eqn.read
     numbers = eqn.param("dimension_numbers")
     lhs, rhs = numbers.lhs_spec, numbers.rhs_spec
@@ -379,7 +380,7 @@ def _convolution(eqn: Equation) -> Sequence[Any]:
     return eqn.bind(eqn.filled(left, {lhs[1]}, 0), eqn.filled(right, {rhs[1]}, 0))
 
 
-# What the parameters of a reduction of windows are along a dim where each has one position.
+# The window parameters along a dim in which each window has one element.
 _ONE_POSITION: dict[str, Any] = {
     "window_dimensions": 1,
     "window_strides": 1,
@@ -390,7 +391,7 @@ _ONE_POSITION: dict[str, Any] = {
 
 
 def _windows(eqn: Equation) -> Sequence[Any]:
-    """Reductions of windows, each of which lies at one position of a dim that varies."""
+    """Reductions of windows that have one element along each dim of varying size."""
     for dim in {dim for x in eqn.read for dim in x.growing}:
         for name, neutral in _ONE_POSITION.items():
             if name in eqn.first and eqn.param(name)[dim] != neutral:
@@ -399,7 +400,7 @@ def _windows(eqn: Equation) -> Sequence[Any]:
 
 
 def _random_bits(eqn: Equation) -> Sequence[Any]:
-    """The hash of each element's position among those without padding."""
+    """Hashes each element's position in the array without padding."""
     capacity, shape = eqn.capacity, eqn.outs[0]
     if eqn.read[0].sizes != () or not threefry.is_supported(eqn.read[0].array):
         raise GrowthRefusedError("random bits of another generator grow")
@@ -413,7 +414,7 @@ def _random_bits(eqn: Equation) -> Sequence[Any]:
 
 
 def _along(name: str) -> Rule:
-    """A rule for a collective that is refused along a dim that varies."""
+    """A rule for a collective, which refuses a dim of varying size."""
 
     def rule(eqn: Equation) -> Sequence[Any]:
         dim = eqn.param(name)

@@ -1,4 +1,4 @@
-"""Partial sums as operations: each device's part of a sum over the batch, and its reduction."""
+"""Operations for partial sums: each device's part of a sum over the batch, and the reduction."""
 
 import functools
 import math
@@ -31,18 +31,18 @@ from spmd_core.program.reductions import (
 )
 from spmd_core.runtime.jax_sharding import jax_axis_names
 
-# The names of a partial sum, of an addition of partial sums or reduced ones, and of a reduction.
+# The names of a partial sum, of an addition of partial or reduced sums, and of a reduction.
 PARTIAL_SUM, ADDITION = "spmd::partial_sum", "spmd::add_partial_sums"
 REDUCTION = "spmd::reduce_partial_sums"
 
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """The gradient of a table of which the whole batch looks up the same rows.
+    """The gradient of a table from which all parts of the batch look up the same rows.
 
     Attributes:
-        op: the operation that computes it.
-        gradient: the spec of that operation's first operand, in which it is linear.
+        op: the operation that computes the gradient of the table.
+        gradient: the spec of its first operand, in which it is linear.
     """
 
     op: Op
@@ -55,10 +55,10 @@ class Sum:
 
     Attributes:
         op: the operation that sums.
-        result: which of the operation's results it is.
-        how: how its operands are split in the region.
-        spec: the spec of the value, which may be a conversion or another shape of that result.
-        lookup: what makes the value of that result; None if it is the value.
+        result: the position of the sum among the operation's results.
+        how: how the operands are split in the region.
+        spec: the spec of the value, which may be a cast or reshape of that result.
+        lookup: the gradient of a table that is computed from that result; None if there is none.
     """
 
     op: Op
@@ -69,7 +69,7 @@ class Sum:
 
     @property
     def last_op(self) -> Op:
-        """The operation whose result it replaces."""
+        """The operation whose result the partial sum replaces."""
         return self.op if self.lookup is None else self.lookup.op
 
     @property
@@ -79,7 +79,7 @@ class Sum:
 
     @property
     def operands(self) -> tuple[Ref, ...]:
-        """What its partial sum reads: the operation's operands, and the indices of a lookup."""
+        """The operands of the partial sum: those of the operation, and the indices of a lookup."""
         return (*self.op.operands, *(() if self.lookup is None else (self.lookup.op.operands[1],)))
 
 
@@ -98,16 +98,16 @@ class PartialSumEntry(InsertedEntry):
 
 
 def partial_sum(part: Sum, reduction: Reduction, *, reduces: bool) -> PartialSumEntry:
-    """The operation that computes a sum over the batch in the dtype of the gradient.
+    """The operation that computes a partial sum over the batch, in the dtype of the gradient.
 
-    Its operands are `part.operands`, whole, whatever their shardings.
+    Its operands are the global values `part.operands`, with any shardings.
 
     Args:
         part: the sum.
         reduction: the axes.
         reduces: whether the result is reduced. Otherwise it is a stack: an array with an additional
-            first dim for the parts of the batch, which the batch's axes split. So each device holds
-            its own part.
+            first dim for the parts of the batch, which the batch's axes split, so that each device
+            holds its own partial sum.
     """
     spec = part.spec.logical if reduces else stack_of(part.spec, reduction)
     kernel = functools.partial(_lowered, part, reduction, reduces)
@@ -116,7 +116,7 @@ def partial_sum(part: Sum, reduction: Reduction, *, reduces: bool) -> PartialSum
 
 
 def stack_of(spec: Spec, reduction: Reduction) -> Spec:
-    """The spec of a stack of partial sums. A dim whose rows devices cut may be uneven."""
+    """The spec of a stack of partial sums; a dim that is split unevenly is padded."""
     others = dict(reduction.others)
     sizes = (reduction.size(others.get(dim, ())) for dim in range(len(spec.shape)))
     shape = tuple(-(-n // size) * size for n, size in zip(spec.shape, sizes))
@@ -129,7 +129,7 @@ def reduction_of(reduction: Reduction, spec: Spec) -> InsertedEntry:
 
 
 def addition(values: Sequence[Ref], dtype: torch.dtype | None = None) -> InsertedEntry:
-    """The operation that adds up values, of which some may be stacks, in their own dtypes."""
+    """The operation that adds up values, some of which may be stacks, in their own dtypes."""
     found = functools.reduce(torch.promote_types, (value.spec.dtype for value in values))
 
     def added(inputs: Sequence[jax.Array]) -> jax.Array:
@@ -188,7 +188,7 @@ def _lowered(
             inner = registry.Context(_outs(lookup.op.entry.outs), context.platform)
             total = lookup.op.entry.kernel(inner, [read, *looked_up], [])[0]
         total = total.astype(dtypes.to_jax(part.spec.dtype))
-        if not reduction.others:  # else a block's dims are smaller, and no view changed them
+        if not reduction.others:  # else blocks are smaller, and the sum is not reshaped
             total = total.reshape(part.spec.shape)
         return reduced_block(total, reduction, part.spec) if reduces else total[None]
 
@@ -204,10 +204,10 @@ def _lowered(
 
 
 def _num_pieces(part: Sum, reduction: Reduction, platform: str) -> int:
-    """Into how many pieces of its other dim a gradient that is scattered along one is cut.
+    """The number of chunks, along its other dim, in which a scattered gradient is computed.
 
-    A device's part is as large as the whole gradient. TPUs, where a step has to fit, get
-    pieces.
+    Each device's partial sum is as large as the gradient before the scatter. Chunks bound this
+    transient memory on TPUs.
     """
     shape, entry = part.spec.shape, part.op.entry
     may_be_cut = entry.traits.parts is Parts.PIECES and not entry.number_kinds and len(shape) == 2
@@ -227,7 +227,7 @@ def _in_pieces(
     num_pieces: int,
     platform: str,
 ) -> jax.Array:
-    """Inside the region: a gradient, computed and scattered piece by piece."""
+    """Inside the region: a gradient, computed and scattered chunk by chunk."""
     assert reduction.dim is not None
     dim = 1 - reduction.dim
     sources = [(i, d % blocks[i].ndim) for i, d in part.how.sources[dim]]
@@ -252,9 +252,9 @@ def _part(reduction: Reduction) -> jax.Array:
 
 
 def _rows_here(operands: list[jax.Array], reduction: Reduction) -> jax.Array:
-    """Inside the region: which indices are of rows that this device has.
+    """Inside the region: which indices point to rows that this device has.
 
-    Changes the operands of a lookup, table and indices, to the indices of the device's own rows.
+    Changes the operands of the lookup in place, so that the indices count the device's own rows.
     """
     table, indices = operands
     own = indices - _part(reduction) * table.shape[0]
@@ -265,17 +265,17 @@ def _rows_here(operands: list[jax.Array], reduction: Reduction) -> jax.Array:
 
 @dataclass(frozen=True)
 class _RowsOfTable:
-    """The gradient of the rows of a table that a device has, where the table is split by rows.
+    """The gradient of a table that is split by rows, computed for each device's own rows.
 
-    The partial sums of a whole table take as much memory as the table. If the devices along the
-    axis of the reduction look up fewer rows than it has, these rows' gradients are gathered
-    instead, and each device adds up those of its own rows.
+    A partial sum for the complete table takes as much memory as the table. If the devices along the
+    axis of the reduction look up fewer rows than the table has, the gradients of these rows are
+    gathered instead, and each device adds up those of its own rows.
 
     Attributes:
-        num_rows: of the table.
+        num_rows: the number of rows of the table.
         padding_row: the row without a gradient; negative for none.
-        axes: those that split the rows before the reduction scatters.
-        gathered: the axis along which the looked up rows are gathered; None for a reduction.
+        axes: the axes that split the rows before the reduction scatters.
+        gathered: the axis along which the looked-up rows are gathered; None for a reduction.
     """
 
     num_rows: int
@@ -287,7 +287,7 @@ class _RowsOfTable:
     def of(
         cls, entry: Entry, reduction: Reduction, num_indices: int, *, reduces: bool
     ) -> "_RowsOfTable | None":
-        """For the gradient of a table that is split by rows, else None."""
+        """The form for an operation; None unless it computes the gradient of such a table."""
         if entry.traits.rows is not Rows.WRITTEN:
             return None
         num_rows = entry.spec.shape[0]
@@ -304,9 +304,9 @@ class _RowsOfTable:
     def gradient(
         self, reduction: Reduction, grad: jax.Array, indices: jax.Array, platform: str
     ) -> jax.Array:
-        """Inside the region: what this device adds up, which is all of it where it is gathered.
+        """Inside the region: the gradient of this device's rows, complete if rows are gathered.
 
-        TPUs gather in pieces of the rows, each behind the one before the last.
+        TPUs gather in chunks of columns, each of which waits for the last but one.
         """
         names, axes, num_pieces, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
         if self.gathered is not None:

@@ -1,4 +1,4 @@
-"""A program of a plan: recorded and not run, and compiled only if someone asks for it."""
+"""A program of a plan: recorded and never run, and compiled only on demand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ from spmd_core.runtime.jax_sharding import replicated
 
 
 class PlannedProgram:
-    """Takes the place of a `Program` in a plan.
+    """Stands in for a `Program` in a plan.
 
     Attributes:
-        graph: what it computes.
-        name: the program's.
-        record: without the compiler's figures.
-        names: of its tensors (`tensor_names.names`), for an error: a model may be gone when the
-            program is compiled.
-        out_placements: where its results lie. What no mark places is a scalar, is on the only
-            device, or is asked of the compiler.
+        graph: the recorded graph.
+        name: the program's name.
+        record: its record, without the compiler's figures.
+        names: the names of its tensors (`tensor_names.names`), for errors: the model may be gone by
+            the time the program is compiled.
+        out_placements: the placements of the results. Without a mark, a scalar is replicated, and a
+            program on one device has only one choice; all others are taken from the compiler.
     """
 
     def __init__(self, graph: RecordedGraph, name: str) -> None:
@@ -61,7 +61,7 @@ class PlannedProgram:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether someone asked for `compiled`, as for a result that the compiler places."""
+        """Whether `compiled` was read, for instance to place a result."""
         return self._compiled is not None
 
     # Nothing runs, so nothing is checked.
@@ -78,9 +78,9 @@ class PlannedProgram:
         """Results without elements.
 
         Args:
-            floats, ints, complexes: the graph's numbers, which have no part in a plan.
+            floats, ints, complexes: the graph's numbers, which are not used.
             leaves: one `AbstractArray` for each leaf.
-            lines: as of `Program.run`.
+            lines: as for `Program.run`.
 
         Raises:
             PlanError: a leaf was made before the plan.
@@ -106,9 +106,9 @@ def of(key: Any, graph: Callable[[], RecordedGraph], name: str) -> PlannedProgra
     """The program of this key in the plan in progress.
 
     Args:
-        key: of `compile_cache`.
-        graph: makes the graph; called for a new key.
-        name: the program's.
+        key: the program's key (`compile_cache`).
+        graph: returns the graph; called for a new key.
+        name: the program's name.
     """
     plan = abstract.run()
     assert plan is not None

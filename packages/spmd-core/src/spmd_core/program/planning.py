@@ -1,4 +1,4 @@
-"""Plans a cut: the program that computes pending storages, its inputs, and what it takes over."""
+"""Plans a cut: the program for pending storages, its inputs, and the buffers it is donated."""
 
 import operator
 import weakref
@@ -24,7 +24,9 @@ _by_serial = operator.attrgetter("serial")
 
 @dataclass
 class CutPlan:
-    """What a cut is about to run. Making a plan changes nothing: `debugging` shows plans unrun.
+    """The program that a cut will run, and its inputs.
+
+    Making a plan changes nothing; `debugging` shows plans that are never run.
 
     Attributes:
         key: the program's key.
@@ -33,9 +35,9 @@ class CutPlan:
         nodes: the recorded operations, in the order of recording.
         node_inputs: for each node, the value numbers of its inputs (see `program_graph.Node`).
         leaves: the program's inputs.
-        targets: how each leaf must lie on the program's devices.
+        targets: the placement that each leaf must have on the program's devices.
         numbers: the Python numbers that are inputs of the program, in the order of the nodes.
-        label: the beginning of the program's name.
+        label: the prefix of the program's name.
     """
 
     key: compile_cache.Key
@@ -85,9 +87,9 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
 
     Args:
         live: the storages.
-        label: the beginning of the program's name.
-        donates: whether no other pending operation reads the same leaves, so that this program may
-            take over their buffers.
+        label: the prefix of the program's name.
+        donates: whether leaves may be donated to this program: no other pending operation reads
+            them.
     """
     nodes, leaves = collect(live)
     elsewhere = pending_elsewhere()
@@ -121,15 +123,15 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
     out_placements = [_output_placement(s, device_ids) for s in live]
-    # What is verified runs twice from the same leaves.
+    # verify() runs a program twice on the same inputs, so nothing is donated.
     donated = (
         _donated(live, leaves, targets, out_placements, elsewhere)
         if donates and not config.verify_programs
         else {}
     )
     # jax assigns the donated buffers, in order, to the results of equal shape and dtype, in order.
-    # If a buffer went to another result than the one that replaces its value, it would be
-    # overwritten while it is still read, and XLA would copy it first.
+    # If a buffer were assigned to another result than the one that replaces its value, it would be
+    # overwritten while it is still read, so that XLA would have to copy it.
     order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
     live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
     out_numbers = [_number(s.value, number_of) for s in live]
@@ -147,7 +149,7 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
 
 
 def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
-    """The pending nodes that the storages need, and the leaves that these read.
+    """The pending operations that the storages need, and the leaves that these read.
 
     Nodes are in the order of recording, leaves in the order of first use.
     """
@@ -184,7 +186,7 @@ def _number(value: Value, number_of: dict[Value, int]) -> int:
 
 
 def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
-    """The devices of a program: those of every mesh in it, else those that its leaves are on."""
+    """The devices of a program: those of all its meshes; without meshes, those of its leaves."""
     meshes = frozenset(s.mesh for s in shardings)
     if meshes:
         return _union(meshes)
@@ -201,17 +203,17 @@ def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
     """The devices of all meshes: in the order of a mesh that has them all, else ascending."""
     orders = {mesh.ids for mesh in meshes}
     union = {i for ids in orders for i in ids}
-    whole = sorted(ids for ids in orders if len(ids) == len(union))
-    return whole[0] if whole else tuple(sorted(union))
+    complete = sorted(ids for ids in orders if len(ids) == len(union))
+    return complete[0] if complete else tuple(sorted(union))
 
 
 def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placement | None:
-    """Where a program puts the storage's new value; None where the partitioner chooses."""
+    """The placement of the storage's new value; None if the partitioner chooses."""
     if storage.sharding is not None:
         return target_placement(marked_placement(storage.sharding), device_ids)
     before = storage.committed
     if before is not None:
-        # An unmarked tensor that is updated in place stays where it is: then the next step needs
+        # An unmarked tensor that is updated in place keeps its placement, so that the next step has
         # the same program, and can donate the buffer.
         return (
             target_placement(before.placement, device_ids)
@@ -228,20 +230,20 @@ def _donated(
     out_placements: list[Placement | None],
     elsewhere: list[Storage],
 ) -> dict[int, int]:
-    """The leaves whose last reader is this program, each with the result that gets its buffer.
+    """The leaves to donate: those whose last reader is this program, with the result for each.
 
-    That result is the one that replaces the leaf's value, else another one of the same shape, dtype
-    and placement.
+    That result is the one that replaces the leaf's value, or else another one of the same shape,
+    dtype and placement.
 
     Args:
         live: the storages that the program computes.
-        leaves: what it reads.
-        targets: how each leaf lies.
-        out_placements: how each result lies; None if the partitioner chooses.
+        leaves: the leaves that it reads.
+        targets: the placement of each leaf.
+        out_placements: the placement of each result; None if the partitioner chooses.
         elsewhere: the storages that other threads' cuts compute, which may read the same leaves.
 
     Returns:
-        The position of the result by the position of the leaf.
+        The position of the result, by the position of the leaf.
     """
     free = {
         s: (s.spec.shape, s.spec.dtype, placement)
@@ -249,7 +251,7 @@ def _donated(
         if placement is not None
     }
     number = {s: i for i, s in enumerate(live)}
-    # A tensor whose program failed tries again when it is read.
+    # A tensor whose program failed is computed again when it is read.
     readers = [*failed(), *elsewhere]
     kept = set(collect(readers)[1]) if readers else ()
     donated: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A compiled program: runs, and says what failed if it does."""
+"""A compiled program: runs it, and explains its failures."""
 
 import functools
 import weakref
@@ -26,11 +26,11 @@ class Program:
     """A compiled graph. `run` starts it and returns without waiting.
 
     Attributes:
-        lowered: what was compiled.
-        compiled: jax's executable; for a plan it may be its text alone.
-        out_placements: where its results lie.
-        record: its memory, its cost, and how often it ran.
-        dump_folder: where XLA wrote what lies in memory; None if it was not asked to.
+        lowered: the lowered program.
+        compiled: the jax executable; in a plan it may only have the text.
+        out_placements: the placements of the results.
+        record: memory, cost, and the number of executions.
+        dump_folder: the folder with XLA's text of the buffers; None if XLA did not write any.
     """
 
     lowered: Lowered
@@ -41,17 +41,17 @@ class Program:
 
     @property
     def graph(self) -> RecordedGraph:
-        """What it computes."""
+        """The recorded graph."""
         return self.lowered.graph
 
     @property
     def index_checks(self) -> Sequence[Check]:
-        """What it checks of its indices."""
+        """The program's index checks."""
         return self.lowered.checks
 
     @functools.cached_property
     def _is_on_this_process(self) -> bool:
-        """Whether this process has one of the program's devices, and so its token."""
+        """Whether this process has one of the program's devices, and so the program's token."""
         devices = self.lowered.devices
         return any(device.process_index == jax.process_index() for device in devices)
 
@@ -72,14 +72,14 @@ class Program:
         """Starts the program and returns its results without waiting.
 
         Args:
-            floats: the values of the graph's float numbers, in the order of the nodes.
-            ints: those of its int and bool numbers.
-            complexes: those of its complex numbers.
-            leaves: one array for each leaf, laid out as the leaf's placement says.
-            lines: the user's line of each check of indices.
+            floats: the graph's float numbers, in the order of the nodes.
+            ints: its int and bool numbers.
+            complexes: its complex numbers.
+            leaves: one array for each leaf, with the leaf's placement.
+            lines: the user's source line of each index check.
 
         Raises:
-            PlanError: a leaf was made in a plan that has ended, or before it.
+            PlanError: a leaf was made in a plan that has ended, or before the current plan.
             DeviceMemoryError: the device's memory is too small.
             ProgramError: jax raised another error.
         """
@@ -101,8 +101,8 @@ class Program:
                 watch.failure_of_others(error) or in_flight.programs.explained_at_start(error, own)
             ) from error
         self.record.executions += 1
-        # Weak, as the newest programs stay in flight until something waits: one that is dropped is
-        # to be freed before.
+        # A weak reference, because the newest programs stay in flight until something waits, and a
+        # program that is dropped from the cache must be freed before.
         later = weakref.WeakMethod(self._explain_later)
         in_flight.programs.add(token, lambda error: _explained_later(later, error))
         if self.index_checks and self._is_on_this_process:
@@ -110,22 +110,23 @@ class Program:
         return results
 
     def _explain_later(self, error: Exception) -> Exception:
-        """The error of a program that failed on the devices after it was started."""
+        """The error of a program that failed on the devices after its start."""
         found = explained(error, self.graph, self.record)
         return type(found)(
-            f"{found}\nIt had been started: its results are lost, with the tensors whose memory it "
-            "took over and what was computed from it since. Load these anew, or from a checkpoint."
+            f"{found}\nIt failed after its start, so its results are lost, with the tensors that "
+            "were donated to it and all that was computed from these since. Load them again, for "
+            "instance from a checkpoint."
         )
 
 
 def _explained_later(explain: "weakref.WeakMethod[Any]", error: Exception) -> Exception:
-    """The error of a program in flight, as the program says it if it is still there."""
+    """The error of a program in flight, explained by the program if it still exists."""
     found = explain()
     return in_flight.of_unknown_program(error) if found is None else found(error)
 
 
 def new_record(graph: RecordedGraph, name: str) -> counters.ProgramRecord:
-    """The record of a program of this name, without what its compilation tells."""
+    """The record of a program of this name, without the compiler's figures."""
     return counters.ProgramRecord(
         name,
         len(graph.nodes),
@@ -138,7 +139,7 @@ def new_record(graph: RecordedGraph, name: str) -> counters.ProgramRecord:
 
 
 def refuse_mixed(record: counters.ProgramRecord) -> NoReturn:
-    """Raises PlanError for a program that got arrays with elements and arrays without."""
+    """Raises PlanError for a program that got both concrete and abstract arrays."""
     raise PlanError(
         "tensors of a plan have no elements, so a program takes only such tensors or none; "
         f"{record.name} for {record.source} got both. Make every tensor inside of what is planned, "
@@ -155,9 +156,9 @@ def explained(
     """jax's error as this package's error, which lists the largest tensors if memory ran out.
 
     Args:
-        error: of a program that could not be compiled, or that failed.
-        graph: what the program computes.
-        record: the program's. One that does not compile has no figures.
+        error: the error of a program that could not be compiled, or failed.
+        graph: the program's graph.
+        record: the program's record, without figures if it could not be compiled.
         names: returns the names of tensors.
     """
     text = str(error)

@@ -1,4 +1,4 @@
-"""`RecordedGraph`: the immutable description of one cut, from which a program is lowered."""
+"""`RecordedGraph`: the immutable description of a cut, from which a program is lowered."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +20,9 @@ class Node:
 
     Attributes:
         entry: the operation.
-        inputs: the numbers of its input values: n >= 0 is the n-th result, counted over all nodes
+        inputs: the value numbers of its inputs: n >= 0 is the n-th result, counted over all nodes
             in order; n < 0 is leaf -n - 1.
-        origin: the user's line; None where it was not recorded.
+        origin: the user's source line; None if it was not recorded.
     """
 
     entry: Entry
@@ -35,11 +35,11 @@ class Leaf:
     """An input of the program, with its placement on the program's devices.
 
     Attributes:
-        spec: of its tensor.
-        placement: where it lies.
-        origin: the user's line; None where it was not recorded.
-        owner: a weak reference to the storage whose value it was when the graph was made, of which
-            an error tells the name; None if there is none.
+        spec: the tensor's spec.
+        placement: its placement.
+        origin: the user's source line; None if it was not recorded.
+        owner: a weak reference to the storage whose value it was when the graph was made, for the
+            tensor's name in errors; None if there is none.
     """
 
     spec: Spec
@@ -55,8 +55,8 @@ class Output:
     Attributes:
         value: the value's number, as in `Node.inputs`.
         spec: the spec of the storage that receives it.
-        placement: as the storage is marked, or as the buffer lay that the result replaces; None
-            where the partitioner chooses.
+        placement: that of the storage's mark, or of the buffer that the result replaces; None if
+            the partitioner chooses.
         owner: a weak reference to that storage, as in `Leaf`.
     """
 
@@ -70,16 +70,16 @@ class Output:
         return None if self.placement is None else self.placement.sharding
 
 
-# (x, dims) -> x with those dims whole on each device; the partitioner chooses the others
+# (x, dims) -> x with those dims replicated; the partitioner chooses the sharding of the others
 ReplicateDims = Callable[[jax.Array, Iterable[int]], jax.Array]
 
 
 class Growth(Protocol):
-    """How a program holds for many sizes.
+    """How one program computes cuts of many sizes (`growing_sizes`).
 
     Attributes:
-        bound: the greatest size that it holds for, which names the program among others.
-        rooms: for each result that grows, the shape of its array; else None.
+        bound: the greatest size, which is a part of the program's name.
+        rooms: for each result that grows, its padded shape; None for others.
     """
 
     @property
@@ -94,9 +94,9 @@ class Growth(Protocol):
         """The results of the program's function at this number, and its token.
 
         Args:
-            number: 0-dim int64.
-            inputs: the packed numbers, then the leaves with their room.
-            replicate_dims: gives an array of which no device splits some dims.
+            number: the actual size, a 0-dim int64 array.
+            inputs: the packed numbers, then the padded leaves.
+            replicate_dims: replicates some dims of an array.
         """
         ...
 
@@ -106,15 +106,15 @@ class RecordedGraph:
     """Everything that a program depends on.
 
     Attributes:
-        leaves: the inputs.
+        leaves: the graph inputs.
         nodes: the operations, in the order of recording.
         outputs: the results.
-        donated: the positions of the leaves whose buffers the results take over.
+        donated: the positions of the donated leaves.
         device_ids: the program's devices.
-        options: the compiler's options, by name.
-        checks_indices: whether the program's token tells of indices outside their dims.
-        growth: for a program that holds for many sizes, how it does; the specs of the graph are
-            then those of one size.
+        options: the compiler options, by name.
+        checks_indices: whether the program checks indices, and returns the result as its token.
+        growth: for a program for growing sizes, its evaluation; the specs of the graph are then
+            those of one size.
     """
 
     leaves: tuple[Leaf, ...]
@@ -128,7 +128,7 @@ class RecordedGraph:
 
 
 def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
-    """The shape of the array as stored: each sharded dim is a multiple of its number of shards."""
+    """The shape of the stored array: each split dim is padded to a multiple of its shards."""
     return spec.shape if sharding is None else sharding.padded_shape(spec.shape)
 
 

@@ -1,4 +1,4 @@
-"""How devices add up their parts of a sum: the axes, and the reduction inside a manual region."""
+"""The reduction of partial sums over devices: its axes, and its form in a manual region."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +18,18 @@ from spmd_core.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a gradient is reduced over the batch; axes are numbers of axes of the mesh.
+    """How a gradient is reduced over the batch. Axes are numbers of mesh axes.
 
     Attributes:
         mesh: the mesh.
-        batch_axes: the axes that split the batch, the major one first, and behind them those of
+        batch_axes: the axes that split the batch, the major one first, followed by
             `sequence_axes`.
-        axis: the one of them over which the gradient is scattered; None if each device gets all.
+        axis: the axis over which the gradient is reduce-scattered; None for an all-reduce.
         dim: the dim of the gradient that `axis` splits.
-        others: the dims that are split by other axes, with these, none of which splits the batch.
-            Of the axes that split a dim, `axis` is the minor one.
+        others: the dims that other axes split, each with these axes, none of which splits the
+            batch. If other axes split `dim`, too, `axis` is the minor one.
         of_activation: whether the value is an activation or its gradient, a sum over features.
-        sequence_axes: those of the batch's axes that split the dim behind the first one.
+        sequence_axes: those of the batch's axes that split the sequence, the second dim.
     """
 
     mesh: Mesh
@@ -42,7 +42,7 @@ class Reduction:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the batch is split."""
+        """The number of parts into which the batch is split."""
         return self.size(self.batch_axes)
 
     @property
@@ -64,7 +64,7 @@ class Reduction:
 def mapped(
     function: Callable[..., Any], reduction: Reduction, in_specs: Any, out_specs: Any
 ) -> Callable[..., jax.Array]:
-    """`function` of each device's blocks, in a manual region over the reduction's axes."""
+    """Has each device apply `function` to its blocks, in a manual region over the axes."""
     names = jax_axis_names(reduction.mesh)
     found: Callable[..., jax.Array] = jax.shard_map(
         function,
@@ -80,13 +80,13 @@ def mapped(
 def reduced_block(
     total: jax.Array, reduction: Reduction, spec: Spec, *, is_scattered: bool = False
 ) -> jax.Array:
-    """Inside the region: the sum of all devices' parts, or this device's shard of it.
+    """Inside the region: the sum of all devices' partial sums, or this device's shard of it.
 
-    With `is_scattered`, `total` is such a shard already, summed along the axis that scatters.
+    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`.
     """
     names = jax_axis_names(reduction.mesh)
     if reduction.axis is not None and reduction.dim is not None and not is_scattered:
-        # Only a dim that no other axis splits may be uneven.
+        # Only a dim that no other axis splits may be split unevenly.
         padding = [(0, 0)] * total.ndim
         padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
         total = torus.scatter(
@@ -98,12 +98,12 @@ def reduced_block(
 
 
 def without_padding(total: jax.Array, spec: Spec) -> jax.Array:
-    """The reduced sum without the padding of its scattered dim, and of rows that devices cut."""
+    """The reduced sum without the padding of dims that are split unevenly."""
     return lax.slice(total, (0,) * total.ndim, spec.shape)
 
 
 def reduced_spec(reduction: Reduction) -> PartitionSpec:
-    """The axes that split the reduced sum."""
+    """The partition spec of the reduced sum."""
     split = dict(reduction.others)
     if reduction.axis is not None and reduction.dim is not None:
         split[reduction.dim] = (*split.get(reduction.dim, ()), reduction.axis)
@@ -111,13 +111,13 @@ def reduced_spec(reduction: Reduction) -> PartitionSpec:
 
 
 def stack_spec(reduction: Reduction) -> PartitionSpec:
-    """The axes that split a stack: an array with a first dim for the parts of the batch."""
+    """The partition spec of a stack: an array with a first dim for the parts of the batch."""
     others = {dim + 1: axes for dim, axes in reduction.others}
     return reduction.spec({0: reduction.batch_axes, **others})
 
 
 def reduced(stack: jax.Array, reduction: Reduction, spec: Spec) -> jax.Array:
-    """The gradient that a stack adds up to."""
+    """The gradient that is the sum over a stack."""
     function = mapped(
         lambda block: reduced_block(block[0], reduction, spec),
         reduction,

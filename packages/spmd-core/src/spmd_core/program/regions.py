@@ -1,11 +1,11 @@
 """Manual regions inside a program: which values are local to a device, and how kernels run on them.
 
-A local value is one array with an additional first dim for the positions along the manual axes,
-split over these axes, so that it can pass from one operation to the next, and from one program to
-the next. Each operation on local values is a `jax.shard_map` of its kernel over the manual axes:
-every device runs it by itself. The other axes of the mesh are left to the partitioner.
+A local value is one array with an additional first dim for the positions along the manual axes. The
+dim is split over these axes, so that the value can pass from one operation, or program, to the
+next. Each operation on local values is a `jax.shard_map` of its kernel over the manual axes: every
+device runs the kernel on its own values. The other axes of the mesh are left to the partitioner.
 
-Autograd sees ordinary operations, so the values that backward needs are kept as any others. The
+Autograd sees ordinary operations, so the values that backward needs are saved as usual. The
 transpose of a collective is another collective (`manual.collectives`).
 """
 
@@ -27,29 +27,29 @@ from spmd_core.sharding.sharding import Border, Manual
 def manual_of(
     entry_name: str, border: Border | None, inputs: Sequence[Manual | None]
 ) -> Manual | None:
-    """The axes that an operation's results are local to, from those of its inputs.
+    """The region that an operation's results are local to, from those of its inputs.
 
     Raises:
-        ProgramError: the inputs are local to different axes.
+        ProgramError: the inputs are local to different regions.
     """
     found = {manual for manual in inputs if manual is not None}
     if border is not None:
         if found != ({border.manual} if border.is_exit else set()):
-            what = (
-                "left by what is local to its axes"
+            rule = (
+                "only a tensor that is local to a manual region can leave it"
                 if border.is_exit
-                else "entered by a global tensor"
+                else "only a global tensor can enter a manual region"
             )
             raise ProgramError(
-                f"a manual region is {what}; "
+                f"{rule}; "
                 f"{entry_name} got {_names(found) or 'a global tensor'}. "
-                "Leave one region before the next."
+                "Leave one region before you enter the next."
             )
         return None if border.is_exit else border.manual
     if len(found) > 1:
         raise ProgramError(
-            "an operation takes the local tensors of one manual region; "
-            f"{entry_name} got {_names(found)}. Leave one before the next."
+            "the local tensors among an operation's inputs must be of one manual region; "
+            f"{entry_name} got {_names(found)}. Leave one region before you enter the next."
         )
     return found.pop() if found else None
 
@@ -72,13 +72,13 @@ def placement(manual: Manual) -> Placement:
 
 
 def check_devices(manual: Manual, device_ids: tuple[int, ...]) -> None:
-    """Raises ProgramError if a region's mesh does not have the program's devices in their order."""
+    """Raises ProgramError unless a region's mesh has the program's devices, in their order."""
     own = manual.mesh.ids
     if own != device_ids:
         raise ProgramError(
-            "the mesh of a manual region is over all devices of its program; "
+            "the mesh of a manual region must have all devices of its program; "
             f"got devices {own} in a program on {device_ids}. "
-            "Use meshes over the same devices in the same order, or sync() between."
+            "Use meshes over the same devices in the same order, or call spmd.sync() between."
         )
 
 
@@ -97,16 +97,16 @@ def _mapped(
 
 
 def cross(border: Border, x: jax.Array) -> jax.Array:
-    """The whole tensor as a stack of its blocks; at an exit, the stack as the whole tensor."""
-    whole = jax_partition_spec(border.sharding)
+    """A global tensor as a stack of its blocks; at an exit, the stack as a global tensor."""
+    spec = jax_partition_spec(border.sharding)
     stacked = PartitionSpec(_axes(border.manual))
     if border.is_exit:
-        return _mapped(border.manual, lambda block: block[0], (stacked,), whole)(x)
-    return _mapped(border.manual, lambda block: block[None], (whole,), stacked)(x)
+        return _mapped(border.manual, lambda block: block[0], (stacked,), spec)(x)
+    return _mapped(border.manual, lambda block: block[None], (spec,), stacked)(x)
 
 
 def own_seed(manual: Manual, seed: registry.Number) -> registry.Number:
-    """One device's seed, in [0, 2**63), from one that is the same on each; called on the device."""
+    """Inside a region: a device's own seed, in [0, 2**63), from a seed that is equal on all."""
     key = jax.random.key(seed.value, impl="threefry2x32")
     bits = jax.random.bits(jax.random.fold_in(key, lax.axis_index(_axes(manual))), (), np.uint64)
     return registry.Number((bits >> np.uint64(1)).astype(np.int64), seed.kind)
@@ -120,14 +120,14 @@ def run(
     numbers: Sequence[registry.Number],
     key: jax.Array | None,
 ) -> list[jax.Array]:
-    """Runs `kernel(inputs, numbers, key)` on every device by itself.
+    """Runs `kernel(inputs, numbers, key)` on every device, with the device's own values.
 
     Args:
-        manual: the region's axes.
+        manual: the region.
         kernel: takes and returns one device's values.
-        inputs: the operation's inputs; a local one is a stack of the devices' values.
-        local: whether each input is local; one that is not is the same on every device.
-        numbers: the same on every device.
+        inputs: the operation's inputs; a local input is a stack of the devices' values.
+        local: whether each input is local; other inputs are equal on all devices.
+        numbers: the scalar inputs, equal on all devices.
         key: the random key, or None; every device folds its position into it.
 
     Returns:

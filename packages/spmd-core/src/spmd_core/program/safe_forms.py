@@ -1,8 +1,8 @@
-"""Evaluates kernels in forms that XLA's partitioner gets right, in a program over several devices.
+"""Rewrites kernels by the rules for XLA's partitioner, in a program over several devices.
 
-The equations of a kernel's jaxpr that have a rule (`partitioner_rules`) are written by it; all
-others stay as they are. So lowerings, jax's own library and a user's jax functions are written
-without a thought of the partitioner.
+The equations of a kernel's jaxpr that have a rule (`partitioner_rules`) are rewritten; all others
+stay as they are. So lowerings, jax's own library and a user's jax functions need not take the
+partitioner's errors into account.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from spmd_core.program.splits import Splits
 def in_safe_forms(
     function: Callable[..., Sequence[jax.Array]], arguments: Any, splits: Splits
 ) -> Sequence[jax.Array] | None:
-    """The function's results with every rule applied, or None where no rule has a say.
+    """The function's results with all rules applied; None if no rule applies.
 
     Args:
         function: a pure jax function.
         arguments: its one argument, a tree of arrays.
-        splits: of the program that is traced.
+        splits: how the traced program splits dims.
     """
     closed = jax.make_jaxpr(function)(arguments)
     if not _has_rule(closed.jaxpr, splits):
@@ -37,8 +37,8 @@ def _has_rule(jaxpr: Jaxpr, splits: Splits) -> bool:
     return any(_is_ruled(eqn, splits) for eqn in jaxpr.eqns)
 
 
-# Primitives that call one function, by the name of the parameter that has it. `scan`, `while` and
-# `cond` are not among them: their bodies are rebuilt.
+# The primitives that only call a function, each with the parameter that holds it. `scan`, `while`
+# and `cond` are not among them: their functions are traced again with the rules.
 _CALLS = {
     primitives.jit_p: "jaxpr",
     primitives.closed_call_p: "call_jaxpr",
@@ -48,13 +48,13 @@ _CALLS = {
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The function that an equation is a mere call of; None for any other equation."""
+    """The function that an equation only calls; None for any other equation."""
     name = _CALLS.get(eqn.primitive)
     return None if name is None else eqn.params[name]
 
 
 def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The functions that an equation calls."""
+    """The functions in an equation's parameters."""
     if (inner := called(eqn)) is not None:
         return [inner]
     if eqn.primitive is primitives.scan_p:
@@ -71,7 +71,7 @@ def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 def _evaluate(
     closed: ClosedJaxpr, arguments: Sequence[jax.Array], splits: Splits
 ) -> list[jax.Array]:
-    """The function's results; the equations between two that have rules are evaluated together."""
+    """The function's results. Adjacent equations without rules are evaluated together."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts))
     values.update(zip(jaxpr.invars, arguments))
@@ -103,7 +103,7 @@ def _is_scalar_conversion(eqn: JaxprEqn) -> bool:
 
 
 def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
-    """Adds the values that the equations compute to `values`, by jax's own evaluation."""
+    """Evaluates equations by jax's own interpreter, and adds their results to `values`."""
     made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, DropVar)]
     read = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal)}
     given = [x for x in values if x in read]
@@ -121,7 +121,7 @@ def _ruled(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax
 
 
 def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
-    """The results of an equation that calls functions, with the rules applied inside of them."""
+    """The results of an equation whose functions are rewritten by the rules."""
     if (inner := called(eqn)) is not None:
         return _evaluate(inner, inputs, splits)
     if eqn.primitive is primitives.linear_solve_p:
@@ -134,7 +134,7 @@ def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> S
     def rebuilt(inner: ClosedJaxpr) -> ClosedJaxpr:
         return jax.make_jaxpr(lambda *xs: _evaluate(inner, xs, splits))(*inner.in_avals)
 
-    if eqn.primitive is primitives.remat_p:  # whose function has its constants as operands
+    if eqn.primitive is primitives.remat_p:  # its function takes constants as operands
         found = rebuilt(ClosedJaxpr(params["jaxpr"], ()))
         params["jaxpr"] = _without_constants(found.jaxpr)
         return eqn.primitive.bind(*found.consts, *inputs, **params)

@@ -1,4 +1,4 @@
-"""Finds how the leaves, marks and results of a program split their dims."""
+"""Collects how the leaves, marks and results of a program split their dims."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ def shardings(graph: Graph) -> list[Placed]:
 
 
 def split_dims(found: Sequence[Placed]) -> frozenset[int]:
-    """The dims that any of them splits, as negative numbers: -1 is the last dim.
+    """The dims that any of these shardings splits, as negative numbers: -1 is the last dim.
 
-    Floating-point and complex tensors of at most two dims are taken for weights and left out.
-    Integer tensors may be indices into a table, whose rows become an additional last dim, so a
+    Floating-point and complex tensors with at most two dims are assumed to be weights, and left
+    out. Integer tensors may be indices into a table, whose rows add a last dim to the result, so a
     split dim of an integer tensor also counts as the dim before it.
     """
     dims: set[int] = set()
@@ -61,19 +61,19 @@ def splits(
     *,
     replicates_indices: bool,
 ) -> Splits:
-    """How they split their dims, as the partitioner's rules need it.
+    """How these shardings split dims, as the rules for the partitioner need it.
 
     Args:
         found: the shardings.
-        replicate_last_dims: gives an array whose last dims, so many, are whole on each device.
-        num_devices: of the program.
+        replicate_last_dims: as in `Context`.
+        num_devices: the number of devices of the program.
         replicates_indices: as in `Splits`.
     """
     uneven: set[int] = set()
     axes_used: set[tuple[str, int]] = set()  # with sizes: two meshes may share names
     joins_axes = False
     for spec, sharding in found:
-        counts = [0]  # of axes, for each dim
+        counts = [0]  # the number of axes that split each dim
         for size, axes in zip(spec.shape, sharding.spec):
             names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
             sizes = {name: sharding.mesh.shape[name] for name in names}
@@ -95,12 +95,12 @@ def splits(
 
 @dataclass(frozen=True)
 class DataSplit:
-    """How axes of a mesh, by number, split the program's data.
+    """How the axes of a mesh split the program's data. Axes are numbers.
 
     Attributes:
         mesh: the mesh.
-        batch: those that split the batch, the first dim.
-        sequence: those that split the dim behind it, of tokens.
+        batch: the axes that split the batch, the first dim.
+        sequence: the axes that split the sequence, the second dim.
     """
 
     mesh: Mesh
@@ -109,11 +109,10 @@ class DataSplit:
 
 
 def data_splits(graph: Graph) -> list[DataSplit]:
-    """How the program's data is split, as far as marks tell.
+    """How the program's data is split, from leaves, marks and results; the most axes first.
 
-    Data is what is no weight: integers, and what has more than two dims. Integers may have the
-    parts of a batch before its dim, one of which is computed after the other. Those of most axes
-    come first.
+    Tensors that are no weights count as data: integers, and tensors with more than two dims.
+    Integers may have a dim before the batch, for microbatches that are computed one after another.
     """
     placed = [(x.leaf.spec, x.leaf.placement.sharding) for x in graph.inputs]
     marks = [(op.entry.spec, op.entry.sharding) for op in graph.ops]
@@ -133,7 +132,7 @@ def data_splits(graph: Graph) -> list[DataSplit]:
 def batch_axes(
     splits: Sequence[DataSplit], common_mesh: CommonMesh, device_ids: tuple[int, ...]
 ) -> tuple[str, ...]:
-    """The names of the axes that split the batch, over the program's mesh; empty if not known."""
+    """The names of the axes of the program's mesh that split the batch; empty if not known."""
     for split in splits:
         sharding = Sharding.of(split.mesh, (split.batch,), 1)
         if sharding.num_shards > 1 and split.mesh.ids == device_ids:

@@ -1,7 +1,7 @@
-"""Finds what tensors are to the user: parameters, buffers, gradients, and an optimizer's state.
+"""Finds the user's names of tensors: parameters, buffers, gradients, and optimizer state.
 
-No tensor keeps its name, so that none costs anything. An error that names tensors looks for them in
-all modules and optimizers of the process.
+Tensors do not store their names, so names cost nothing until an error needs them. They are then
+looked up in all modules and optimizers of the process.
 """
 
 import gc
@@ -18,7 +18,8 @@ from spmd_core.graph.storage import Storage
 def names() -> dict[Storage, str]:
     """The names of tensors on the device, such as `GPT.h.0.attn.weight`, by storage.
 
-    A gradient is `the gradient of GPT.wte.weight`, and state is `exp_avg of GPT.wte.weight`.
+    The gradient of a parameter is `the gradient of GPT.wte.weight`, and optimizer state is
+    `exp_avg of GPT.wte.weight`.
     """
     found: dict[Storage, str] = {}
     of_parameter: dict[int, str] = {}
@@ -50,7 +51,7 @@ def _add(found: dict[Storage, str], tensor: Any, name: str) -> None:
 
 
 def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that are part of no other one."""
+    """The modules that are not submodules of another module."""
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
@@ -74,9 +75,9 @@ def _instances(kinds: Iterable[type]) -> list[Any]:
 
 
 def _objects() -> list[Any]:
-    """What the garbage collector tracks, with what was exempted from it.
+    """All objects that the garbage collector tracks, frozen ones included.
 
-    Training loops exempt what lives as long as they do, and its list leaves that out.
+    Training loops freeze long-lived objects (`gc.freeze`), which `gc.get_objects` then leaves out.
     """
     is_exempt = gc.get_freeze_count() > 0
     if is_exempt:

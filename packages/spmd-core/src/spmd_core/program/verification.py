@@ -1,8 +1,8 @@
 """`spmd.debugging.verify()`: compares each partitioned program with itself on one device.
 
-A program's results do not depend on how it is partitioned. Where they do, both forms run again with
-the results of all operations, and the first operation that differs, from inputs that do not, is
-named.
+A program's results must not depend on how it is partitioned. If they do, both programs run again
+and return the results of all operations, and the error names the first operation whose results
+differ although its inputs do not.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.runtime import buffers, devices
 from spmd_core.runtime.jax_sharding import replicated
 
-# By dtype, the difference that rounding may make, as devices add in another order: relative to the
-# element, and to the largest element of the tensor. A misplaced element differs by far more.
+# For each dtype, the difference that is put down to rounding, as devices add in another order:
+# relative to the element, and to the largest element of the tensor. A misplaced element differs by
+# far more.
 _ROUNDING = {
     torch.float16: (2e-2, 5e-3),
     torch.bfloat16: (5e-2, 2e-2),
@@ -41,12 +42,12 @@ Inputs = tuple[Numbers, Sequence[jax.Array]]
 def verify(program: Program, numbers: Numbers, leaves: Sequence[jax.Array], results: Any) -> None:
     """Compares a program's results with those of the same graph on one device. Waits for both.
 
-    A program with a manual region, whose operations are about the devices, is left out: it warns.
+    A program with a manual region depends on its devices, so it is left out, with a warning.
 
     Args:
-        program: has run, without donating a leaf.
-        numbers: the floats, ints and complex numbers that it got.
-        leaves: the arrays that it got.
+        program: the program, which has run without donated leaves.
+        numbers: the floats, ints and complex numbers that it took.
+        leaves: the arrays that it took.
         results: the arrays that it returned.
 
     Raises:
@@ -76,24 +77,24 @@ def verify(program: Program, numbers: Numbers, leaves: Sequence[jax.Array], resu
     right = _on_host(alone.run(*numbers, list(inputs[1])), everything.outputs)
     found = _first_difference(program, (numbers, leaves), right)
     if found is None and not _vanishes(program, (numbers, leaves), expected):
-        return  # every operation is right: rounding grew on the way
+        return  # every operation is right by itself: rounding errors have accumulated
     raise VerificationError(found or _describe_results(program, wrong, ours, expected))
 
 
 class _NotOnOneDeviceError(Exception):
-    """Why a graph has no form on one device."""
+    """Why a graph cannot run on one device."""
 
 
 def _on_one_device(graph: RecordedGraph, name: str) -> Program:
-    """The graph as a program of this process's first device."""
+    """The graph as a program on this process's first device."""
     if any(node.entry.border for node in graph.nodes) or any(
         leaf.placement.manual for leaf in graph.leaves
     ):
         raise _NotOnOneDeviceError("has a manual region")
     device = (devices.first_local_device(),)
-    whole = Placement.of(replicated(device), None)
+    everywhere = Placement.of(replicated(device), None)
     without_marks = RecordedGraph(
-        tuple(Leaf(leaf.spec, whole, leaf.origin) for leaf in graph.leaves),
+        tuple(Leaf(leaf.spec, everywhere, leaf.origin) for leaf in graph.leaves),
         tuple(_without_mark(node) for node in graph.nodes),
         tuple(Output(output.value, output.spec, None) for output in graph.outputs),
         (),
@@ -133,7 +134,7 @@ def _on_host(arrays: Sequence[jax.Array], outputs: Sequence[Output]) -> list[tor
 
 
 def difference(ours: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What differs by more than rounding, such as `3 of 16 elements, first [2]: 5.0, not 70.0`."""
+    """The difference beyond rounding, such as `3 of 16 elements, first [2]: 5.0, not 70.0`."""
     if ours.numel() == 0:
         return None
     if not (ours.is_floating_point() or ours.is_complex()):
@@ -159,7 +160,7 @@ def difference(ours: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def _with_all_results(program: Program) -> RecordedGraph:
-    """The graph with the results of all operations, none of them with a prescribed placement."""
+    """The graph that returns the results of all operations, with placements of XLA's choice."""
     graph = program.graph
     specs = [spec for node in graph.nodes for spec in node.entry.outs]
     outputs = tuple(Output(value, spec, None) for value, spec in enumerate(specs))
@@ -167,12 +168,13 @@ def _with_all_results(program: Program) -> RecordedGraph:
 
 
 def _first_difference(program: Program, inputs: Inputs, expected: Any) -> str | None:
-    """The first operation that errs on the values that it reads; None if there is none.
+    """Describes the first operation that is wrong for the values that it reads; None if none is.
 
     Args:
         program: the program.
-        inputs: what it got.
-        expected: the results of all operations on one device, to look at few of them more closely.
+        inputs: the program's inputs.
+        expected: the results of all operations on one device. Only operations whose results differ
+            from these are run again.
     """
     graph = _with_all_results(program)
     parted = build(graph, f"{program.record.name}_with_all_results")
@@ -185,7 +187,8 @@ def _first_difference(program: Program, inputs: Inputs, expected: Any) -> str | 
         results = range(value, value + len(node.entry.outs))
         value = results.stop
         if any(difference(ours[n], expected[n]) for n in results):
-            # Its inputs may differ, by rounding or by an earlier error: it runs on those it had.
+            # Its inputs may differ as well, by rounding or by an earlier error. So it runs alone,
+            # on the inputs that it had.
             read = [ours[i] if i >= 0 else leaves[-i - 1] for i in node.inputs]
             right = _run_alone(graph, node, own, read)
             differs = next(
@@ -197,7 +200,7 @@ def _first_difference(program: Program, inputs: Inputs, expected: Any) -> str | 
 
 
 def _numbers_of(node: Node, numbers: Sequence[Iterator[Any]]) -> Numbers:
-    """The next numbers of each kind, as many as the operation has."""
+    """The numbers of an operation, taken from the iterators by kind."""
     own: Numbers = ([], [], [])
     for kind in node.entry.number_kinds:
         place = (float, int, complex).index(int if kind is bool else kind)
@@ -208,7 +211,7 @@ def _numbers_of(node: Node, numbers: Sequence[Iterator[Any]]) -> Numbers:
 def _run_alone(
     graph: RecordedGraph, node: Node, numbers: Numbers, read: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """One operation's results on one device, from the given inputs."""
+    """The results of one operation on one device, for these inputs."""
     target = replicated((devices.first_local_device(),))
     specs = [Spec.contiguous(tuple(x.shape), x.dtype) for x in read]
     leaves = tuple(Leaf(spec, Placement.of(target, None)) for spec in specs)
@@ -226,7 +229,7 @@ def _run_alone(
 
 
 def _vanishes(program: Program, inputs: Inputs, expected: Sequence[torch.Tensor]) -> bool:
-    """Whether the results are right in the program that returns the results of all operations."""
+    """Whether the error vanishes in the program that returns the results of all operations."""
     graph = _with_all_results(program)
     results = build(graph, program.record.name).run(*inputs[0], list(inputs[1]))
     for output, right in zip(program.graph.outputs, expected):
@@ -267,10 +270,10 @@ def _describe_results(
     )
 
 
-_RULE = "a program's results do not depend on its partitioning;"
+_RULE = "a program's results must not depend on its partitioning;"
 _ADVICE = (
-    "Nothing was changed. Mark the inputs otherwise, or call spmd.sync() before the operation, "
-    "and report the program: XLA's partitioner errs, or a lowering of this package."
+    "Nothing was changed. Mark the inputs in another way, or call spmd.sync() before the "
+    "operation, and report the program: XLA's partitioner or a lowering of this package is wrong."
 )
 
 

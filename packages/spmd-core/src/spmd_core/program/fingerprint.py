@@ -1,8 +1,9 @@
-"""What a process tells the others about each program that it starts (`runtime.watch`).
+"""The fingerprint of a program, by which processes check that they start the same programs.
 
-The description of a program has the same text in each process that does the same: operations with
-their static arguments, and how inputs and results lie. What may differ is left out: addresses, the
-user's folders, which buffers are donated.
+`runtime.watch` compares the fingerprints. The text behind a fingerprint is equal in all processes
+that record the same program: operations with their static arguments, and the placements of inputs
+and results. Facts that may differ are left out: addresses, the user's folders, and which buffers
+are donated.
 """
 
 import functools
@@ -32,13 +33,13 @@ _known: "weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[int, ...]]]" = (
 
 
 def note(key: Key, program: Any, numbers: Sequence[Sequence[Any]]) -> None:
-    """Tells the other processes of a program that is about to start. Does nothing in one process.
+    """Announces a program that is about to start to the other processes, if there are any.
 
-    A new program waits until a neighbour has come to it, and is compared before it is compiled;
-    others are compared by a thread, within about a second.
+    A new program is compared before it is compiled, which waits for a neighbour to reach it. Other
+    programs are compared by a thread, within about a second.
 
     Args:
-        key: the program's.
+        key: the program's key.
         program: the program; None if it is not compiled yet.
         numbers: its floats, ints and complex numbers.
 
@@ -78,12 +79,12 @@ devices.on_exchange.append(processes_of.cache_clear)
 
 
 def digest(key: Key) -> bytes:
-    """A hash of a program's key, equal in all processes that do the same."""
+    """A hash of a program's key, equal in all processes that record the same program."""
     return hashlib.blake2b("\n".join(lines(key)).encode(), digest_size=16).digest()
 
 
 def lines(key: Key) -> list[str]:
-    """A program's key as text: a line for each operation, input and result."""
+    """A program's key as text: one line for each operation, input and result."""
     found: list[str] = []
     inputs: list[int] = []
     entry: Entry | None = None
@@ -107,18 +108,18 @@ def lines(key: Key) -> list[str]:
 def _described(
     key: Key, floats: Sequence[Any], ints: Sequence[Any], other: Sequence[Any]
 ) -> list[str]:
-    """As `lines`, with each operation's numbers, and the user's line where it was recorded."""
+    """As `lines`, with the numbers of each operation, and its source line if that was recorded."""
     found = lines(key)
     numbers = {float: iter(floats), complex: iter(other)}
-    whole = iter(ints)
+    rest = iter(ints)
     entries = [part for part in key.structure if not isinstance(part, int)]
     for i, entry in enumerate(entries):
-        taken = [next(numbers.get(kind, whole), None) for kind in entry.number_kinds]
+        taken = [next(numbers.get(kind, rest), None) for kind in entry.number_kinds]
         if taken:
             found[i] += f" with numbers {taken}"
         if key.origins and key.origins[i] is not None:
             found[i] += f", recorded at {key.origins[i]}"
-    return [*found, *(f"number {number!r}" for number in whole)]
+    return [*found, *(f"number {number!r}" for number in rest)]
 
 
 def _entry(entry: Entry) -> str:
@@ -138,7 +139,7 @@ def _entry(entry: Entry) -> str:
 
 
 def _argument(value: Any) -> Any:
-    """A static argument as something whose text is equal in all processes."""
+    """A static argument, or a stand-in for it whose text is equal in all processes."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (tuple, list)):

@@ -7,14 +7,14 @@ import torch
 import spmd_core as spmd
 from spmd_core.graph import storage
 from spmd_core.graph.recorders import lock
-from spmd_core.program import path
+from spmd_core.program import fingerprint
 from spmd_core.program.planning import plan
 from spmd_core.runtime.processes import get_1d_mesh
 
 
 def text_of(*tensors):
     with lock:
-        return path.lines(plan([t._handle for t in tensors]).key)
+        return fingerprint.lines(plan([t._handle for t in tensors]).key)
 
 
 def test_it_has_operations_inputs_and_results():
@@ -40,7 +40,7 @@ def test_functions_of_jax_have_no_addresses():
 def test_one_process_tells_nobody():
     before = spmd.metrics.counter("cuts")
     assert torch.ones(3, device="xla").sum().item() == 3
-    assert spmd.metrics.counter("cuts") == before + 1 and not path._known
+    assert spmd.metrics.counter("cuts") == before + 1 and not fingerprint._known
 
 
 def test_numbers_are_told_apart_at_any_size(monkeypatch):
@@ -50,13 +50,13 @@ def test_numbers_are_told_apart_at_any_size(monkeypatch):
         def note(self, group, what, line, describe, *, compares):
             told.append(what)
 
-    monkeypatch.setattr(path.watching, "watch", Watch())
-    monkeypatch.setattr(path, "processes_of", lambda ids: (0, 1))
+    monkeypatch.setattr(fingerprint.watching, "watch", Watch())
+    monkeypatch.setattr(fingerprint, "processes_of", lambda ids: (0, 1))
     with lock:
         key = plan([torch.ones(3, device="xla")._handle]).key
     for ints in ([2**63], [2**63 + 1], [-1], [-1, 2]):
-        path.note(key, None, ([0.5], ints, [1j]))
-    path.note(key, None, ([0.25], [-1], [1j]))
-    path.note(key, None, ([0.5], [-1], [2j]))
+        fingerprint.note(key, None, ([0.5], ints, [1j]))
+    fingerprint.note(key, None, ([0.25], [-1], [1j]))
+    fingerprint.note(key, None, ([0.5], [-1], [2j]))
     assert len(set(told)) == len(told) == 6
     storage.take_pending()
