@@ -11,3 +11,4 @@ from spmd_core.runtime.startup import coordinator_address as coordinator_address
 from spmd_core.runtime.startup import initialize as initialize
 from spmd_core.runtime.stopping import request_stop as request_stop
 from spmd_core.runtime.stopping import should_stop as should_stop
+from spmd_core.runtime.stopping import stop_on_signals as stop_on_signals

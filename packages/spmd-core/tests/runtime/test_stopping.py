@@ -1,6 +1,7 @@
 """Stops that several processes agree on, with a store in memory in place of jax's service."""
 
 import random
+import signal
 import threading
 import time
 
@@ -115,3 +116,38 @@ def test_one_process_stops_at_once():
     assert not spmd.distributed.should_stop()
     spmd.distributed.request_stop()
     assert spmd.distributed.should_stop() and not spmd.distributed.should_stop()
+
+
+@pytest.fixture
+def handled():
+    """Python's own handler of Ctrl-C, for SIGTERM too, whose default ends the process."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield signal.raise_signal
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_raises(number, handled):
+    with spmd.distributed.stop_on_signals():
+        assert not spmd.distributed.should_stop()
+        handled(number)
+        assert spmd.distributed.should_stop()
+        for other in (signal.SIGINT, signal.SIGTERM):
+            with pytest.raises(KeyboardInterrupt):
+                handled(other)
+    assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_other_threads_leave_signals_alone():
+    handlers = []
+
+    def body():
+        with spmd.distributed.stop_on_signals():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]

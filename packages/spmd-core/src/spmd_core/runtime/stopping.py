@@ -6,8 +6,12 @@ its loop has called `should_stop`, and waits in that call until process 0 has ch
 that none has made yet. Without a request, nothing waits, and nothing is sent.
 """
 
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from spmd_core import releases
@@ -114,6 +118,43 @@ def should_stop() -> bool:
     if state.client is None or state.num_processes < 2:
         return _stop.take_request()
     return _stop.is_here()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Inside, the first Ctrl-C or SIGTERM requests a stop; a second one acts as before the block.
+
+    A scheduler sends SIGTERM some seconds before it ends a process. Outside of the main thread,
+    where Python allows no handlers, signals are left alone.
+
+    Example:
+        >>> with stop_on_signals():
+        ...     for step in range(1000):
+        ...         signal.raise_signal(signal.SIGTERM)
+        ...         if should_stop():  # in every process, after each step
+        ...             break
+        >>> step
+        0
+    """
+    before: dict[signal.Signals, Any] = {}
+
+    def request(number: int, frame: FrameType | None) -> None:
+        request_stop()
+        restore()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # `signal.signal` returns None for a handler that is not Python's, such as jax's for
+            # SIGTERM, a notice of preemption that nothing here reads.
+            before[number] = signal.signal(number, request) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        restore()
 
 
 def answer(client: Any, process: int, num_processes: int) -> None:
