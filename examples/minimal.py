@@ -73,7 +73,7 @@ if args.device == "xla":
 tokens = torch.tensor(list(Path(args.data).read_bytes()))
 x_NT, y_NT = (part[: len(part) // args.seq * args.seq] for part in (tokens[:-1], tokens[1:]))
 dataset = TensorDataset(x_NT.view(-1, args.seq), y_NT.view(-1, args.seq))
-loader = sharded_dataloader(dataset, mesh, mesh and "fsdp", batch_size=args.batch, seed=0)
+loader = sharded_dataloader(dataset, mesh, "fsdp" if mesh else None, batch_size=args.batch, seed=0)
 batches = MpDeviceLoader(loader, device, input_sharding=input_sharding)
 
 # --- Model: single-device code, in float32 --------------------------------------------------------
@@ -90,7 +90,7 @@ model = GPT2LMHeadModel(config).to(device).train()
 num_params = sum(p.numel() for p in model.parameters())
 
 # --- Marks: all that many devices need; gradients and optimizer state follow their parameter -----
-RULES = {
+RULES: dict[str, tuple] = {
     r"wte\.weight": (("tensor", "fsdp"), None),  # (V, D), which are also the logits' weights
     r"wpe\.weight": ("fsdp", None),  # (T, D)
     r"(c_attn|c_fc)\.weight": ("fsdp", "tensor"),  # (D, F), split by heads and features
@@ -102,6 +102,7 @@ RULES = {
 
 def mark_hidden_state(module: nn.Module, inputs: tuple, hidden_BTD: torch.Tensor) -> None:
     """Keeps the batch split over fsdp, so that XLA gathers each block's weights for it."""
+    assert mesh is not None
     spmd.mark_sharding(hidden_BTD, mesh, ("fsdp", None, None))
 
 
@@ -127,7 +128,7 @@ if args.checkpoint and Path(args.checkpoint).exists():
 
 # --- Loop: each batch is one step, and one program on all devices ---------------------------------
 autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16)
-times, losses = metrics.StepTimes(), []
+times, unread = metrics.StepTimes(), []  # the losses, on the device
 epochs = chain.from_iterable(repeat(batches))
 for step, (x_BT, y_BT) in enumerate(islice(epochs, args.steps - first), start=first + 1):
     with autocast:
@@ -138,16 +139,16 @@ for step, (x_BT, y_BT) in enumerate(islice(epochs, args.steps - first), start=fi
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    losses.append(loss.detach())
-    if step % 5 == 0 and len(losses) > 1:
+    unread.append(loss.detach())
+    if step % 5 == 0 and len(unread) > 1:
         # The loss of the step before, which runs while Python records this one: nothing waits.
-        print(f"step {step - 1:5d}  loss {losses[-2].item():.4f}", flush=True)
+        print(f"step {step - 1:5d}  loss {unread[-2].item():.4f}", flush=True)
         times.mark(step=step - 1, in_flight=1)
     if args.checkpoint and (step % args.save_every == 0 or step == args.steps):
         state = {name: part.state_dict() for name, part in parts.items()}
         spmd.save({"step": step, **state}, args.checkpoint)  # unsharded tensors, for any mesh
 batches.close()
-losses = [loss.item() for loss in losses]
+losses = [loss.item() for loss in unread]
 
 # --- Metrics --------------------------------------------------------------------------------------
 if times.median_s:

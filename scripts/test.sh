@@ -53,7 +53,7 @@ step() {
 step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check --quiet .
 step "codespell" codespell
-step "mypy" mypy --no-error-summary packages/*/src benchmarks
+step "mypy" mypy --no-error-summary packages/*/src benchmarks examples
 
 workers=()
 [ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-2}" --dist worksteal)

@@ -130,6 +130,25 @@ class TrainConfig(RunConfig):
     )
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
 
+    def check_resumable(self, before: Mapping[str, Any]) -> None:
+        """Raises KnobError if a pipeline begins or ends: it has the states of all stages in one."""
+        if _stages(vars(self)) != _stages(before):
+            raise KnobError(
+                "a pipeline's optimizer state is for its number of stages and rounds; got "
+                f"--strategy {self.strategy} --mesh {self.mesh!r}, and a run of "
+                f"{before['strategy']} on {before['mesh']!r}. Resume with the strategy, pipe and "
+                "schedule of that run."
+            )
+
+
+def _stages(options: Mapping[str, Any]) -> tuple[list[str], int] | None:
+    """What decides the form of a pipeline's optimizer state; None for other strategies."""
+    if options["strategy"] != "pipeline":
+        return None
+    axes = [part.strip() for part in options["mesh"].split(",")]
+    rounds = options["rounds"] if options["schedule"] == "circular" else 1
+    return [axis for axis in axes if axis.startswith("pipe=")], rounds
+
 
 SMOKE: dict[str, Any] = {
     "preset": "smoke",
@@ -280,29 +299,4 @@ def _check_pipeline(config: TrainConfig, num_stages: int) -> None:
             "pipe x --rounds (with --schedule circular) must divide the layers; got "
             f"{chunks} for the {num_layers} of {config.preset}. Take a smaller pipe, or another "
             "preset."
-        )
-
-
-def check_resumable(config: TrainConfig, saved: Mapping[str, Any] | None) -> None:
-    """Raises KnobError if the optimizer's state of a saved run has another form.
-
-    A pipeline's has the states of all stages in one tensor. None, a new run, passes.
-    """
-    if saved is None:
-        return
-    options = saved["config"]
-
-    def stages(strategy: str, mesh: str, schedule: str, rounds: int) -> Any:
-        found = [part for part in mesh.split(",") if part.strip().startswith("pipe=")]
-        is_pipeline = strategy == "pipeline"
-        return is_pipeline and (found, rounds if schedule == "circular" else 1)
-
-    names = ("strategy", "mesh", "schedule", "rounds")
-    now = stages(*(getattr(config, name) for name in names))
-    before = stages(*(options.get(name, getattr(TrainConfig(), name)) for name in names))
-    if now != before:
-        raise KnobError(
-            "a pipeline's optimizer state is for its number of stages and rounds; got --strategy "
-            f"{config.strategy} --mesh {config.mesh!r}, and a run of {options['strategy']} on "
-            f"{options['mesh']!r}. Resume with the strategy, pipe and schedule of that run."
         )

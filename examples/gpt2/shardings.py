@@ -10,14 +10,16 @@ GPT-2's linear layers have the shape (in, out).
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel
 
 import spmd_core as spmd
 from examples.gpt2.presets import BATCH_AXES
+
+if TYPE_CHECKING:  # the import takes seconds, and a comparison needs the names of meshes alone
+    from transformers import GPT2LMHeadModel
 
 Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 
@@ -129,7 +131,7 @@ def compared(num_devices: int) -> list[tuple[str, str]]:
     return meshes
 
 
-def parallelize(model: GPT2LMHeadModel, mesh: spmd.Mesh, strategy: str) -> None:
+def parallelize(model: "GPT2LMHeadModel", mesh: spmd.Mesh, strategy: str) -> None:
     """Shards a model's parameters and activations over the mesh, in place.
 
     Args:
@@ -148,7 +150,7 @@ def parallelize(model: GPT2LMHeadModel, mesh: spmd.Mesh, strategy: str) -> None:
 
 
 def pipeline(
-    model: GPT2LMHeadModel, mesh: spmd.Mesh, *, num_microbatches: int, schedule: str, rounds: int
+    model: "GPT2LMHeadModel", mesh: spmd.Mesh, *, num_microbatches: int, schedule: str, rounds: int
 ) -> spmd.Pipeline:
     """Makes a model's blocks the stages along mesh axis pipe, in place; returns the stages.
 

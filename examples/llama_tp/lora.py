@@ -27,16 +27,18 @@ def add(model: LlamaForCausalLM, *, rank: int, alpha: float, seed: int) -> Any:
 
     Args:
         model: a Llama on any device.
-        rank: of the adapters.
+        rank: of the adapters; 0: none.
         alpha: their weight, times the rank; 0: twice the rank.
         seed: of A; B is 0.
 
     Returns:
-        peft's model around `model`, which saves and merges the adapters.
+        peft's model around `model`, which saves and merges the adapters; None without any.
 
     Raises:
         KnobError: peft is not installed.
     """
+    if not rank:
+        return None
     try:
         # Only for runs with adapters: the import takes a second.
         from peft import LoraConfig, get_peft_model  # noqa: PLC0415

@@ -2,12 +2,18 @@
 
 import dataclasses
 
+import torch
+from transformers import LlamaForCausalLM
+
 import spmd_core as spmd
 from examples.llama_tp import weights
 from examples.llama_tp.config import TrainConfig, check_mesh, check_options
+from examples.llama_tp.model import build_model
 from examples.llama_tp.presets import PRESETS, ModelPreset
 from examples.training.command import mesh_of
 from examples.training.knobs import KnobError, nearest_multiple, option
+from examples.training.meter import Work
+from spmd_core.metrics import ModelSize
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -55,14 +61,32 @@ def sizes(config: TrainConfig) -> ModelPreset:
 DRAWN_ON_HOST = 200_000_000  # the most parameters that --init auto draws on the host
 
 
+def model_of(config: TrainConfig, device: torch.device) -> LlamaForCausalLM:
+    """The model on a device in training mode, with random weights by the seed."""
+    torch.manual_seed(config.seed)
+    with device if draws_on_device(config) else torch.device("cpu"):
+        if config.weights:
+            model = LlamaForCausalLM(weights.model_config(config.weights)).train()
+        else:
+            model = build_model(sizes(config), vocab_size=config.vocab, positions=config.seq)
+    return model.to(device)
+
+
 def draws_on_device(config: TrainConfig) -> bool:
     """Whether the weights are drawn on the device: the host may lack memory for a large model.
 
     Weights that come from files are recorded there too: they are replaced before any is drawn.
     """
     is_large = sizes(config).num_params(config.vocab) > DRAWN_ON_HOST
-    from_files = bool(config.weights)
-    return from_files or config.init == "device" or (config.init == "auto" and is_large)
+    is_wanted = config.init == "device" or (config.init == "auto" and is_large)
+    return (bool(config.weights) or is_wanted) and config.device == "xla"
+
+
+def work_of(config: TrainConfig, *, num_params: int, num_trained: int) -> Work:
+    """What a step computes."""
+    preset = sizes(config)
+    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq, num_trained)
+    return Work.on_tokens(f"Llama {preset.name}", size, batch=config.batch)
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
@@ -80,3 +104,12 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     )
     check_mesh(config, mesh.shape() if mesh else {}, sizes(config))
     return mesh
+
+
+def plan_options(config: TrainConfig) -> dict[str, bool]:
+    """What `shardings.parallelize` takes beside the model and the mesh."""
+    return {
+        "sequence_parallel": config.sequence_parallel,
+        "loss_parallel": config.loss_parallel,
+        "has_adapters": bool(config.lora),
+    }

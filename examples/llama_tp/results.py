@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+import spmd_core as spmd
 from examples.llama_tp import lora, weights
 from examples.llama_tp.config import TrainConfig
 from examples.training.text import TextData
@@ -19,7 +20,7 @@ def files(config: TrainConfig) -> dict[str, str]:
 
 
 def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: TextData) -> None:
-    """Prints and writes what the options ask for. Waits for the device.
+    """Prints and writes what the options ask for. Waits for the device. A plan has no values.
 
     Args:
         config: the options.
@@ -30,6 +31,8 @@ def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: Text
     Raises:
         SaveError: a file could not be written.
     """
+    if spmd.is_planning():
+        return
     if config.prompt:
         print(continued(model, text, config.prompt, num_tokens=config.new_tokens))
     if config.adapters:

@@ -14,11 +14,10 @@
 Legend: A parts of a batch, B sequences of a part, T tokens of a sequence.
 """
 
-from examples.llama_tp.config import check_options, config_from
+from examples.llama_tp.config import TrainConfig, check_options, config_from
 from examples.training.knobs import check_command_line
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds.
+if __name__ == "__main__":  # before the imports below, which take seconds
     check_command_line(lambda: check_options(config_from(None, usage=__doc__)))
 
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
@@ -26,84 +25,60 @@ import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.tor
 # isort: split
 import math
 import sys
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
 
-from examples.llama_tp import data, lora, results, shardings, weights
-from examples.llama_tp.config import TrainConfig
-from examples.llama_tp.model import build_model, next_token_loss
-from examples.llama_tp.resolve import draws_on_device, parsed_mesh, sizes, with_defaults
+from examples.llama_tp import data, lora, resolve, results, shardings
+from examples.llama_tp.model import next_token_loss
 from examples.training import resume
 from examples.training.command import device_of, exit_code
-from examples.training.host_values import on_host
+from examples.training.evaluation import mean_loss
 from examples.training.journal import Journal
 from examples.training.layouts import layout_table
 from examples.training.log import Report
 from examples.training.remat import recompute
 from examples.training.schedule import decay_groups, warmup_and_cosine
-from examples.training.text_sources import TextError
-from spmd_core.metrics import ModelSize, flops_per_token
 from spmd_data import MpDeviceLoader
 
 
 def run(config: TrainConfig) -> Report:
-    """One training run, from text to report; one function, to read as the experiment.
+    """One training run, from text to report.
 
     Raises:
-        KnobError, TextError, ResumeError, spmd.errors.MeshError: the options, the text, the saved
-            run or the mesh cannot work; raised before the model is built.
+        UsageError, spmd.errors.MeshError: the options, the text, the saved run or the mesh cannot
+            work; raised before the model is built.
         spmd.errors.DataError: the files of --weights are damaged, or do not hold the model of their
             config.json.
         SaveError: the run's state, the model or the adapters could not be written at its end.
     """
-    config = with_defaults(config)
+    config = resolve.with_defaults(config)
     saved = resume.read(config)
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
-    device, mesh = device_of(config), parsed_mesh(config)
+    device, mesh = device_of(config), resolve.parsed_mesh(config)
     resume.check_writable(config, results.files(config))
     text = data.load(config)
-    first = saved["step"] if saved else 0
-    train_batches, eval_batches = data.batches(text, config, first=first)
+    input_sharding = shardings.batch_sharding(mesh) if mesh else None
+    batches, eval_batches = (
+        MpDeviceLoader(part, device, input_sharding=input_sharding)
+        for part in data.batches(text, config, first=saved["step"] if saved else 0)
+    )
 
     # --- Model: single-device code ----------------------------------------------------------------
-    preset = sizes(config)
-    draws_on = device if draws_on_device(config) else torch.device("cpu")
-    torch.manual_seed(config.seed)
-    with draws_on:
-        model = (
-            LlamaForCausalLM(weights.model_config(config.weights)).train()
-            if config.weights
-            else build_model(preset, vocab_size=config.vocab, positions=config.seq)
-        )
-    model.to(device)
+    model = resolve.model_of(config, device)
     num_params = sum(p.numel() for p in model.parameters())
     stored = model.state_dict(keep_vars=True)  # by the names in files; adapters change them
-    adapted = None
-    if config.lora:
-        adapted = lora.add(model, rank=config.lora, alpha=config.lora_alpha, seed=config.seed)
+    adapted = lora.add(model, rank=config.lora, alpha=config.lora_alpha, seed=config.seed)
     recompute(model.model.layers, config.remat)
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:
-        shardings.parallelize(
-            model,
-            mesh,
-            sequence_parallel=config.sequence_parallel,
-            loss_parallel=config.loss_parallel,
-            has_adapters=bool(config.lora),
-        )
-    input_sharding = shardings.batch_sharding(mesh) if mesh else None
-    loader = partial(MpDeviceLoader, device=device, input_sharding=input_sharding)
+        shardings.parallelize(model, mesh, **resolve.plan_options(config))
     if config.weights and not saved:
         spmd.load_safetensors(stored, config.weights)  # each device's shards alone
-    if draws_on.type == "xla":
+    if resolve.draws_on_device(config):
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
     # --- Optimizer --------------------------------------------------------------------------------
     trained = [p for p in model.parameters() if p.requires_grad]  # with LoRA, only the adapters
@@ -114,27 +89,18 @@ def run(config: TrainConfig) -> Report:
     scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup, floor=floor)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
-    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq, num_trained)
-    journal = Journal(
-        *(config, saved),
-        device=device,
-        mesh=mesh,
-        model=f"Llama {preset.name}",
-        num_params=num_params,
-        items_per_step=config.batch * config.seq,
-        unit="tokens",
-        flops_per_item=flops_per_token(size),
-        data=text,
-        parts={"model": model, "optimizer": optimizer, "scheduler": scheduler},
-    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    work = resolve.work_of(config, num_params=num_params, num_trained=num_trained)
+    journal = Journal(config, saved, device=device, mesh=mesh, work=work, data=text, parts=parts)
     if mesh:
         journal.log.table(layout_table(model, input_sharding))
     if config.lora:
         journal.log.say(f"lora   rank {config.lora}, {num_trained:,} parameters")
 
     # --- Loop -------------------------------------------------------------------------------------
-    with journal, loader(train_batches) as batches:
-        for step, (x_ABT, y_ABT) in journal.steps(batches):
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
+    with journal, batches:
+        for _, (x_ABT, y_ABT) in journal.steps(batches):
             losses = []
             for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
                 with autocast:
@@ -142,43 +108,24 @@ def run(config: TrainConfig) -> Report:
                 (loss / config.accumulate).backward()
                 losses.append(loss.detach())
             grad_norm = nn.utils.clip_grad_norm_(trained, config.clip or math.inf)
-            lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
             scheduler.step()
             # Here and not before the backward: gradients that outlive their step would take memory.
             optimizer.zero_grad()
 
-            journal.add(step, torch.stack(losses).mean(), grad_norm, lr)
-            if journal.evaluates_after(step):
-                journal.evaluated(step, loss=evaluate(model, loader(eval_batches), autocast))
-            journal.save_if_due(step)
-            if journal.ends_after(step):
-                break
+            journal.add(torch.stack(losses).mean(), grad_norm)
+            if journal.evaluation_is_due():
+                eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)
+                journal.evaluated(loss=eval_loss)
         report = journal.finish()
-
-    if not spmd.is_planning():  # which has no values to write
-        results.write(config, model, adapted, text)
+    results.write(config, model, adapted, text)
     return report
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast) -> float:
-    """Mean loss over the batches. Waits for the device."""
-    model.eval()
-    losses = []
-    for x_ABT, y_ABT in batches:
-        with autocast:
-            losses.append(next_token_loss(model, x_ABT[0], y_ABT[0]))
-    model.train()
-    return sum(map(on_host, losses)) / len(losses)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    return exit_code(
-        lambda: run(config_from(argv, usage=__doc__)).interrupted,
-        usage=(TextError, spmd.errors.DataError),
-    )
+    usage = (spmd.errors.DataError,)
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted, usage=usage)
 
 
 if __name__ == "__main__":

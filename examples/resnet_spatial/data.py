@@ -16,6 +16,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from examples.resnet_spatial import shapes
+from examples.training.knobs import UsageError
 
 # Of ImageNet's images, which all of torchvision's weights were trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -27,7 +28,7 @@ _TRAINED, _EVALUATED = 0, 1  # parts of the data that share no random number
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class DataError(ValueError):
+class DataError(UsageError):
     """A folder has no images, or an image cannot be read."""
 
 
@@ -107,7 +108,7 @@ class Shapes:
     def __init__(self, size: int) -> None:
         self.summary = f"shapes of {size} x {size}: {', '.join(shapes.KINDS)}"
         self.identity = f"shapes {size}"
-        self.class_names = shapes.KINDS
+        self.class_names: tuple[str, ...] = shapes.KINDS
         self._size = size
 
     def train(self, index: int, batch: int, seed: int) -> Batch:

@@ -37,7 +37,7 @@ from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.model import build_model
 from examples.resnet_spatial.resolve import num_classes, parsed_mesh
 from examples.training.command import exit_code
-from examples.training.console import console
+from examples.training.log import console
 from spmd_core import files
 
 GIB = 2**30

@@ -43,11 +43,22 @@ class SmallResNet(nn.Module):
         return logits
 
 
-def build_model(name: str, *, num_classes: int) -> nn.Module:
-    """One of `presets.MODELS` in training mode, with random weights, on torch's default device."""
-    if name in SMALL:
-        return SmallResNet(SMALL[name], num_classes).train()
-    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes)
+def build_model(
+    name: str, *, num_classes: int, order: torch.memory_format = torch.contiguous_format
+) -> nn.Module:
+    """A network in training mode, with random weights, on torch's default device.
+
+    Args:
+        name: one of `presets.MODELS`.
+        num_classes: of the result, logits of shape (N, num_classes).
+        order: the memory order of the weights.
+    """
+    model: nn.Module = (
+        SmallResNet(SMALL[name], num_classes)
+        if name in SMALL
+        else models.get_model(name, weights=None, num_classes=num_classes)
+    )
+    model.to(memory_format=order)  # type: ignore[call-overload]  # which torch's stubs lack
     return model.train()
 
 

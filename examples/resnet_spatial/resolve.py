@@ -1,10 +1,14 @@
-"""The mesh and the images that the options of a ResNet run ask for."""
+"""The mesh, the images and the work of a step that the options of a ResNet run ask for."""
+
+from torch import nn
 
 import spmd_core as spmd
 from examples.resnet_spatial.config import TrainConfig, check_mesh
 from examples.resnet_spatial.data import Batches, Fake, Folder, Shapes, Source
+from examples.resnet_spatial.model import forward_flops
 from examples.resnet_spatial.shapes import KINDS
 from examples.training.command import mesh_of
+from examples.training.meter import Work
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
@@ -51,3 +55,10 @@ def batches(source: Source, config: TrainConfig, *, first: int) -> tuple[Batches
 def num_classes(config: TrainConfig) -> int:
     """The number of classes of synthetic data."""
     return len(KINDS) if config.data == "shapes" else config.classes
+
+
+def work_of(config: TrainConfig, model: nn.Module, *, num_classes: int) -> Work:
+    """What a step of a model computes."""
+    num_params = sum(p.numel() for p in model.parameters())
+    flops = forward_flops(config.model, num_classes=num_classes, image_size=config.image_size)
+    return Work(config.model, num_params, config.batch, "images", {"3 x forward": 3 * flops})

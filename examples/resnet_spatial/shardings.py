@@ -25,8 +25,3 @@ def replicate(models: Iterable[nn.Module], mesh: spmd.Mesh) -> None:
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             spmd.mark_sharding(tensor, mesh, ())
-
-
-def axis_size(mesh: spmd.Mesh | None, axis: str) -> int:
-    """The number of positions along an axis; 1 where the mesh lacks it."""
-    return 1 if mesh is None else {str(k): v for k, v in mesh.shape().items()}.get(axis, 1)

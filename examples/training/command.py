@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 import spmd_core as spmd
-from examples.training.knobs import EXIT_USAGE, KnobError
+from examples.training.knobs import EXIT_USAGE, KnobError, UsageError
 from examples.training.mesh_sizes import mesh_sizes, wrong_product
-from examples.training.resume import ResumeError, SaveError
+from examples.training.resume import SaveError
 from examples.training.run_config import RunConfig
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -25,19 +25,21 @@ def exit_code(
 
     Args:
         command: returns whether it was interrupted; None for what ends at once on Ctrl-C.
-        usage: further errors of what the user gave.
+        usage: further errors of what the user gave, beside `UsageError`.
         failed: further errors that end a run.
 
     Returns:
         0; 1 if a run failed or a file could not be written; 2 for options, data, a
         saved run or a mesh that cannot work; 130 after Ctrl-C.
     """
+    refused: tuple[type[Exception], ...] = (UsageError, spmd.errors.MeshError, *usage)
+    broken: tuple[type[Exception], ...] = (SaveError, *failed)
     try:
         interrupted = command()
-    except (KnobError, ResumeError, spmd.errors.MeshError, *usage) as error:
+    except refused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (SaveError, *failed) as error:
+    except broken as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_INTERRUPTED if interrupted else 0

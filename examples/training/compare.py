@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.training.console import console
+from examples.training.log import console
 from spmd_core import files
 
 COLUMNS = (

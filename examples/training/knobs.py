@@ -12,7 +12,14 @@ EXIT_USAGE = 2
 _MOST = 2**63 - 1  # of int64, the integers of the programs
 
 
-class KnobError(ValueError):
+class UsageError(ValueError):
+    """What a command was given cannot work, such as options, data or a saved run.
+
+    The command prints it as a line, and exits with code 2.
+    """
+
+
+class KnobError(UsageError):
     """An option is out of range, or two options do not fit together."""
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import spmd_core as spmd
-from examples.training.console import console
 from spmd_core import files
+
+# Lines of a file and of a pipe have no width. Tables take what they need of this.
+_UNBOUNDED = 1 << 16
 
 
 @dataclass
@@ -275,6 +279,15 @@ def _summary_writer(folder: Path) -> Any:
             "--log-dir writes TensorBoard files; got no such package. Run: pip install tensorboard"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def console() -> Console:
+    """rich's console, as wide as the terminal; without one, as wide as what is printed.
+
+    `COLUMNS` in the environment sets its width.
+    """
+    found = Console()
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=_UNBOUNDED)
 
 
 def figures_text(figures: Mapping[str, float]) -> str:

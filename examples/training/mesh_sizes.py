@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from examples.training.knobs import KnobError, nearest_multiple
 
-# None is the size of an axis that takes the rest of the devices, where their number is not known.
-Sizes = Mapping[str, int | None]
+# By the axes' names, or their numbers, as a mesh has them. None is the size of an axis that takes
+# the rest of the devices, where their number is not known.
+Sizes = Mapping[Any, int | None]
 _SIZE = re.compile("0*[1-9][0-9]{0,8}")
 _REST = ("-1", "*")
 

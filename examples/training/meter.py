@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
@@ -10,13 +11,40 @@ import spmd_core as spmd
 from examples.training.collector import exempt_new
 from examples.training.log import Report, RunLog, figures_text
 from spmd_core.metrics import (
+    ModelSize,
     ProgramRecord,
     StepTimes,
     count_flops,
+    flops_per_token,
     mfu,
     step_program,
     traffic,
 )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes, by which its speed is counted.
+
+    Attributes:
+        model: its name.
+        num_params: of the model, padding included.
+        items: in a batch, over all devices.
+        unit: what an item is, in the plural, such as "tokens" or "images".
+        flops_per_item: forward and backward FLOPs for one item, by formula; the console shows the
+            first formula's MFU. Empty: no MFU.
+    """
+
+    model: str
+    num_params: int
+    items: int
+    unit: str
+    flops_per_item: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def on_tokens(cls, model: str, size: ModelSize, *, batch: int) -> Self:
+        """The work of a transformer, of that name and size, on a batch of so many sequences."""
+        return cls(model, size.num_params, batch * size.seq, "tokens", flops_per_token(size))
 
 
 class Meter:
@@ -24,10 +52,7 @@ class Meter:
 
     Args:
         report: filled in during the run; `config`, `num_devices` and the peak are set beforehand.
-        items_per_step: items in a batch, over all devices.
-        unit: what an item is, in the plural, such as "tokens" or "images".
-        flops_per_item: forward and backward FLOPs for one item, by formula; the console shows the
-            first formula's MFU. None: no MFU.
+        work: what a step computes.
         log_every: steps between two rows of the log; the newest step that `read` reads has one too.
         lag: how many steps late `read_due` reads, so that the device never waits for Python.
         run_log: where the numbers are written.
@@ -38,18 +63,15 @@ class Meter:
         self,
         report: Report,
         *,
-        items_per_step: int,
-        unit: str = "tokens",
-        flops_per_item: Mapping[str, float] | None = None,
+        work: Work,
         log_every: int = 1,
         lag: int = 0,
         run_log: RunLog,
         on_xla: bool,
     ) -> None:
         self._report = report
-        self._report.unit = unit
-        self._items_per_step = items_per_step
-        self._flops_per_item = flops_per_item or {}
+        self._report.unit = work.unit
+        self._work = work
         self._log_every, self._lag = log_every, lag
         self._log = run_log
         self._on_xla = on_xla
@@ -119,7 +141,7 @@ class Meter:
         report.step_time_s, report.num_timed_steps = self._clock.median_s, self._clock.num_steps
         report.step_time_quartiles_s = self._clock.quartiles_s
         if report.step_time_s:
-            report.items_per_s = self._items_per_step / report.step_time_s
+            report.items_per_s = self._work.items / report.step_time_s
             report.mfu = self._mfu(report.items_per_s)
         now = self._counters()
         report.compiles, report.executions = (
@@ -152,7 +174,7 @@ class Meter:
         self, step: int, loss: float, grad_norm: float, lr: float, step_time_s: float | None
     ) -> None:
         report = self._report
-        items_per_s = self._items_per_step / step_time_s if step_time_s else None
+        items_per_s = self._work.items / step_time_s if step_time_s else None
         shares = self._mfu(items_per_s) if items_per_s else {}
         program = self._step_program()
         values = {
@@ -179,7 +201,7 @@ class Meter:
 
     def _mfu(self, items_per_s: float) -> dict[str, float]:
         return mfu(
-            self._flops_per_item,
+            self._work.flops_per_item,
             items_per_s=items_per_s,
             num_devices=self._report.num_devices,
             peak_flops=self._report.peak_flops,

@@ -20,6 +20,7 @@ def check_sizes(preset: Any) -> None:
     for field in dataclasses.fields(preset):
         value, kind = getattr(preset, field.name), field.type
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        example: float
         if kind is int and not (is_number and isinstance(value, int) and value >= 1):
             rule, example = "a whole number of at least 1", 8
         elif kind is float and not (is_number and math.isfinite(value) and value > 0):

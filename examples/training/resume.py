@@ -12,7 +12,7 @@ import torch
 
 import spmd_core as spmd
 from examples.training.choices import RESUME_AUTO
-from examples.training.knobs import option
+from examples.training.knobs import UsageError, option
 from examples.training.run_config import RunConfig
 from examples.training.saved_state import StateError, check_parts, check_run
 from spmd_core import files
@@ -21,7 +21,7 @@ _FORMAT = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class ResumeError(ValueError):
+class ResumeError(UsageError):
     """A file is no saved run, or it is one of a run with other options or other data."""
 
 
@@ -128,6 +128,7 @@ def read(config: RunConfig) -> dict[str, Any] | None:
     Raises:
         ResumeError: the file is missing or is no saved run, an option differs that decides what is
             computed, or the run has done more steps than it is to have.
+        KnobError: see `RunConfig.check_resumable`.
     """
     if not config.resume:
         return None
@@ -165,6 +166,7 @@ def read(config: RunConfig) -> dict[str, Any] | None:
             f"{saved['step']}. Pass for instance --steps {2 * saved['step']}, or begin a new run "
             "without --resume."
         )
+    config.check_resumable(before)
     return saved
 
 
@@ -250,7 +252,7 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
         ) from error
     torch.set_rng_state(saved["random"])
     # As the schedule does after each step: the saved rates are those of the saved run's --steps.
-    scheduler = parts["scheduler"]
+    scheduler: Any = parts["scheduler"]
     rates = [
         base * factor(scheduler.last_epoch)
         for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)

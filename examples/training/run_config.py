@@ -4,7 +4,9 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import KnobError, check_ranges, knob
@@ -63,6 +65,16 @@ class RunConfig:
     progress: bool = knob(
         True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
+
+    def check_resumable(self, before: Mapping[str, Any]) -> None:
+        """Checks what a resumed run needs beside equal values of the options that must be equal.
+
+        Args:
+            before: the options of the saved run.
+
+        Raises:
+            KnobError: it cannot go on with these options.
+        """
 
 
 def check_run_config(config: RunConfig, *, axis: str) -> None:

@@ -111,8 +111,10 @@ def load_text(
                 key=_key_of_texts(source, max_mb) | {"vocab_size": vocab_size},
                 cache_dir=f"{cache_dir}/tokenizers",
             )
-        given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
-    tokenizer, separator = given.tokenizer, given.separator
+        separator = trained.token_to_id(END_OF_TEXT)
+        assert separator is not None  # it is trained with this token
+        given = GivenTokenizer(trained, separator)
+    tokenizer = given.tokenizer
     documents = cached_documents(
         texts, source, given, max_mb=max_mb, cache_dir=cache_dir, progress=progress
     )
@@ -131,7 +133,7 @@ def load_text(
         train_NT=packed_blocks(tokens[:num_train], seq),
         validation_NT=packed_blocks(tokens[num_train:], seq),
         tokenizer=tokenizer,
-        separator=separator,
+        separator=given.separator,
         was_cached=was_cached,
         summary=f"{source.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
         + (", from the cache" if was_cached else ""),

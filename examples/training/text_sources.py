@@ -1,16 +1,15 @@
 """Where texts come from: files, folders, Python's own sources, a dataset of the hub."""
 
-import contextlib
 import os
 import random
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from examples.training.choices import PYTHON_STDLIB
+from examples.training.knobs import UsageError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
 # Documents are shuffled before the split, so that the validation part resembles the training part.
@@ -18,7 +17,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in 
 _SHUFFLE_SEED = 0
 
 
-class TextError(ValueError):
+class TextError(UsageError):
     """The text cannot be read, or there is too little of it."""
 
 
@@ -39,22 +38,7 @@ class _LocalFiles:
         return f"{len(self.paths):,} files"
 
     def read(self) -> list[str]:
-        datasets = _datasets_library()
-        for path in self.paths:
-            _check_readable(path)
-        # The library caches the text in Arrow files. The tokens are cached here, so that copy is
-        # deleted.
-        with tempfile.TemporaryDirectory() as scratch, _without_bars(datasets):
-            files = [str(path) for path in self.paths]
-            rows = datasets.load_dataset(
-                "text",
-                data_files=files,
-                split="train",
-                sample_by="document",
-                cache_dir=scratch,
-                keep_in_memory=True,
-            )
-            return rows["text"][:]
+        return [_text_of(path) for path in self.paths]
 
 
 @dataclass(frozen=True)
@@ -168,9 +152,9 @@ def _chosen_files(files: list[Path], max_mb: float) -> tuple[Path, ...]:
     return tuple(chosen)
 
 
-def _check_readable(path: Path) -> None:
+def _text_of(path: Path) -> str:
     try:
-        path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TextError(
             f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. "
@@ -222,19 +206,7 @@ def _datasets_library() -> Any:
         import datasets  # noqa: PLC0415
     except ImportError as error:
         raise TextError(
-            "reading text needs the datasets library; got no such package, and no cached tokens. "
-            "Run: pip install datasets"
+            "reading a dataset of the hub needs the datasets library; got no such package, and no "
+            "cached tokens. Run: pip install datasets"
         ) from error
     return datasets
-
-
-@contextlib.contextmanager
-def _without_bars(datasets: Any) -> Iterator[None]:
-    """Disables the library's progress bars within the block."""
-    had_bars = datasets.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()

@@ -18,6 +18,7 @@ from examples.gpt2 import data
 from examples.gpt2.config import TrainConfig, with_defaults
 from examples.gpt2.tests.test_train import SHORT, check_equal, smoke
 from examples.gpt2.train import main, run
+from examples.training.packed_text import PackedText
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +47,12 @@ def config_of(cache_dir: str, texts: str, **knobs: Any) -> TrainConfig:
     )
 
 
+def packed(config: TrainConfig) -> PackedText:
+    found = data.load(config)
+    assert isinstance(found, PackedText)
+    return found
+
+
 def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: str) -> None:
     """Though the parts have different numbers of targets, by padding and the documents' ends."""
     whole, parts = (
@@ -56,7 +63,7 @@ def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: st
 
 def test_a_run_resumes_exactly_in_any_epoch(cache_dir: str, texts: str, tmp_path: Path) -> None:
     config = with_defaults(config_of(cache_dir, texts))
-    per_epoch = len(data.load(config).train) // config.batch
+    per_epoch = len(packed(config).train) // config.batch
     steps = per_epoch + 3
     knobs = {"steps": steps, "eval_every": 0, "checkpoint": str(tmp_path / "{step}")}
     whole = run(config_of(cache_dir, texts, save_every=1, **knobs))
@@ -182,7 +189,7 @@ def test_a_killed_run_sees_every_sequence_once_on_two_processes(
 ) -> None:
     knobs = {"eval_every": 0, "warmup": 1}
     config = with_defaults(config_of(cache_dir, texts, **knobs))
-    sequences = data.load(config).train
+    sequences = packed(config).train
     steps = len(sequences) // config.batch
     assert steps >= 8
     expected = run(config_of(cache_dir, texts, steps=steps, **knobs)).losses

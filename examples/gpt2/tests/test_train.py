@@ -21,7 +21,6 @@ from examples.gpt2 import comparison
 from examples.gpt2.config import (
     SMOKE,
     TrainConfig,
-    check_resumable,
     config_from,
     with_defaults,
 )
@@ -431,16 +430,15 @@ def test_a_pipeline_must_fit_the_batch_the_layers_and_the_devices(
 
 
 def test_a_pipeline_resumes_with_its_stages() -> None:
-    saved = {"config": dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))}
-    check_resumable(TrainConfig(mesh="fsdp=8"), None)  # a new run
-    check_resumable(TrainConfig(strategy="pipeline", mesh="pipe=2,tensor=4"), saved)
+    saved = dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))
+    TrainConfig(strategy="pipeline", mesh="pipe=2,tensor=4").check_resumable(saved)
     for other in (
         TrainConfig(mesh="fsdp=8"),
         TrainConfig(strategy="pipeline", mesh="pipe=4,fsdp=2"),
         TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4", schedule="circular"),
     ):
         with pytest.raises(KnobError, match="Resume with the strategy, pipe and schedule"):
-            check_resumable(other, saved)
+            other.check_resumable(saved)
 
 
 def test_a_mesh_must_fit_the_batch_the_heads_and_the_devices(num_devices: int) -> None:
@@ -511,7 +509,7 @@ def test_options_that_a_comparison_chooses_itself(
 
 
 def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def compared(module: str, variants: Any, *, common: Any, folder: Path) -> None:
         seen.update({v.name: v.options for v in variants}, common=common)
@@ -568,7 +566,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(
 ) -> None:
     file = str(tmp_path / "run.pt")
     # A rate that does not decay does not depend on the number of steps.
-    knobs = {"eval_batches": 0, "lr": 1e-3, "min_lr": 1e-3}
+    knobs: dict[str, Any] = {"eval_batches": 0, "lr": 1e-3, "min_lr": 1e-3}
     whole = run(smoke(cache_dir, **knobs, steps=4))
     knobs |= {"checkpoint": file, "resume": "auto"}
     first, rest = (run(smoke(cache_dir, **knobs, steps=steps)) for steps in (2, 4))

@@ -79,7 +79,7 @@ def test_requests_need_the_key(running: Running) -> None:
     with running.client() as client:
         for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/v1/unknown"):
             for header in wrong:
-                given = {"Authorization": header.encode("latin-1")}
+                given = {b"Authorization": header.encode("latin-1")}
                 response = client.get(path, headers=given)
                 status, message = error_of(response)
                 assert status == 401 and "must have its API key" in message

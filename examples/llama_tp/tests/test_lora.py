@@ -163,7 +163,7 @@ def test_a_seed_draws_the_same_adapters_on_every_device() -> None:
 def test_peft_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(KnobError, match=r"--lora needs the package peft.*pip install peft"):
-        lora.add(None, rank=1, alpha=0.0, seed=0)  # type: ignore[arg-type]
+        lora.add(None, rank=1, alpha=0.0, seed=0)
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:
     torch.testing.assert_close(step(ours, *split).cpu(), step(right, *given), rtol=1e-5, atol=1e-5)
     for (name, p), q in zip(right.named_parameters(), ours.named_parameters()):
         torch.testing.assert_close(
-            q[1].grad.cpu(), p.grad, rtol=2e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+            *({name: grad} for grad in (q[1].grad.cpu(), p.grad)), rtol=2e-4, atol=2e-6
         )
 
 

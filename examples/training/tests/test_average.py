@@ -12,17 +12,19 @@ from examples.training.average import MovingAverage
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_the_average_follows_the_weights(device: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(device)
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.BatchNorm1d(3)).to(device)
     average = MovingAverage(model, 0.5)
-    expected = copy.deepcopy(model[0].weight.detach()).cpu()
+    expected = copy.deepcopy(layer.weight.detach()).cpu()
     for step in range(4):
         with torch.no_grad():
-            model[0].weight.add_(1.0)
+            layer.weight.add_(1.0)
         average.update(model, step)
         decay = min(0.5, (1 + step) / (10 + step))
-        expected = decay * expected + (1 - decay) * model[0].weight.detach().cpu()
-    torch.testing.assert_close(average.model[0].weight.cpu(), expected)
-    assert not average.model.training and not average.model[0].weight.requires_grad
+        expected = decay * expected + (1 - decay) * layer.weight.detach().cpu()
+    averaged = next(average.model.parameters())
+    torch.testing.assert_close(averaged.cpu(), expected)
+    assert not average.model.training and not averaged.requires_grad
 
 
 def test_steps_compile_nothing_new_and_read_nothing() -> None:

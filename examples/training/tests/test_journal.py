@@ -12,6 +12,7 @@ import torch
 import spmd_core as spmd
 from examples.training import resume
 from examples.training.journal import Journal
+from examples.training.meter import Work
 from examples.training.resume import SaveError
 from examples.training.run_config import RunConfig
 
@@ -35,9 +36,9 @@ class Data:
 def of_run(first: int = 0, **options: Any) -> Journal:
     """The journal of a run that goes on after step `first`."""
     model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     saved = {
         "step": first,
         "data": "text",
@@ -49,11 +50,7 @@ def of_run(first: int = 0, **options: Any) -> Journal:
         saved if first else None,
         device=torch.device("cpu"),
         mesh=None,
-        model="a line",
-        num_params=1,
-        items_per_step=4,
-        unit="tokens",
-        flops_per_item={"6N": 6.0},
+        work=Work("a line", 1, 4, "tokens", {"6N": 6.0}),
         data=Data(),
         parts=parts,
     )
@@ -62,17 +59,17 @@ def of_run(first: int = 0, **options: Any) -> Journal:
 def followed(journal: Journal, batches: Iterable[str], *, stop_after: int = 0) -> Any:
     """What a recipe's loop does; the loss of a step is its number."""
     seen = []
+    scheduler: Any = journal._parts["scheduler"]
+    scheduler.optimizer.step()
     with journal:
         for step, batch in journal.steps(batches):
             seen.append((step, batch))
-            journal.add(step, torch.tensor(float(step)), torch.tensor(0.5), 0.1)
-            if journal.evaluates_after(step):
-                journal.evaluated(step, loss=step / 2)
+            scheduler.step()
+            journal.add(torch.tensor(float(step)), torch.tensor(0.5))
+            if journal.evaluation_is_due():
+                journal.evaluated(loss=step / 2)
             if step == stop_after:
                 spmd.distributed.request_stop()
-            journal.save_if_due(step)
-            if journal.ends_after(step):
-                break
         return seen, journal.finish()
 
 
@@ -81,10 +78,11 @@ def saved_step(path: Path) -> int:
 
 
 def test_a_run_evaluates_saves_and_reports(tmp_path: Path) -> None:
-    options = {"checkpoint": str(tmp_path / "{step}"), "save_every": 2, "steps": 5}
+    options: dict[str, Any] = {"checkpoint": str(tmp_path / "{step}"), "save_every": 2, "steps": 5}
     seen, report = followed(of_run(**options, results=str(tmp_path / "r.json")), "ab")
     assert seen == [(1, "a"), (2, "b"), (3, "a"), (4, "b"), (5, "a")]  # epoch after epoch
     assert report.losses == [1.0, 2.0, 3.0, 4.0, 5.0] and not report.interrupted
+    assert report.lrs == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]  # each before its scheduler's step
     assert report.evals == [{"step": step, "loss": step / 2} for step in (2, 4, 5)]
     assert {name: saved_step(tmp_path / name) for name in "245"} == {"2": 2, "4": 4, "5": 5}
     assert json.loads((tmp_path / "r.json").read_text())["losses"] == report.losses
@@ -101,9 +99,8 @@ def test_a_resumed_run_has_the_steps_that_are_left(tmp_path: Path) -> None:
 
 
 def test_evaluations_may_be_left_out() -> None:
-    assert not of_run(eval_batches=0).evaluates_after(5)
-    at_end = of_run(eval_every=0)
-    assert [step for step in range(1, 6) if at_end.evaluates_after(step)] == [5]
+    assert followed(of_run(eval_batches=0), "ab")[1].evals == []
+    assert followed(of_run(eval_every=0), "ab")[1].evals == [{"step": 5, "loss": 2.5}]
 
 
 def test_a_stop_ends_the_run_with_a_save(

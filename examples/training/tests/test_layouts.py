@@ -10,9 +10,9 @@ from examples.training.layouts import layout_table
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 32) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
 
 
 def lines(table: object) -> list[list[str]]:
@@ -26,8 +26,9 @@ def test_each_dim_names_its_axes(num_devices: int) -> None:
     if num_devices != 8:
         pytest.skip("the sizes are those of 8 devices")
     mesh = spmd.Mesh(range(8), (2, 4), ("fsdp", "tensor"))
-    model = Model().to("xla")
-    for layer in model.layers[:2]:
+    layers = [nn.Linear(16, 32) for _ in range(3)]
+    model = Model(layers).to("xla")
+    for layer in layers[:2]:
         spmd.mark_sharding(layer.weight, mesh, (("fsdp", "tensor"), None))
         spmd.mark_sharding(layer.bias, mesh, ("tensor",))
     found = lines(layout_table(model, spmd.ShardingSpec(mesh, (None, "fsdp", None))))
@@ -41,5 +42,5 @@ def test_each_dim_names_its_axes(num_devices: int) -> None:
 
 def test_a_model_on_the_cpu_is_whole() -> None:
     with torch.device("cpu"):
-        rows = lines(layout_table(Model()))
+        rows = lines(layout_table(Model([nn.Linear(16, 32)])))
     assert any("(32, 16)" in " ".join(row) for row in rows)

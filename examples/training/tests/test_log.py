@@ -3,7 +3,7 @@
 import pytest
 from rich.table import Table
 
-from examples.training.console import console
+from examples.training.log import console
 
 
 def test_a_file_has_no_width(

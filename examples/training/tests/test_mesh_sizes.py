@@ -80,7 +80,7 @@ def test_every_recipe_refuses_a_mesh_before_it_imports_a_framework(text: str) ->
         if config is serving.ServeConfig:
             given_ |= {"model": "/", "mesh": text.replace("data", "tensor")}
         with pytest.raises(KnobError, match=r"; got .*\. (Write|Rename|Pass) "):
-            check(config(**given_))  # type: ignore[operator]
+            check(config(**given_))  # type: ignore[arg-type]
     # What only the devices can tell waits for them.
     gpt2.with_defaults(gpt2.TrainConfig(mesh="fsdp=3", batch=6))
     llama.check_options(llama.TrainConfig(mesh="tensor=*"))
@@ -118,6 +118,6 @@ def test_what_a_mesh_splits_must_divide_before_the_imports() -> None:
         ),
     ):
         with pytest.raises(KnobError, match=re.escape(message)):
-            check(config)  # type: ignore[operator]
+            check(config)  # type: ignore[arg-type]
     # The sizes of a model's folder are not known before it is read.
     llama.check_options(llama.TrainConfig(mesh="tensor=8", weights="folder", **on_8))

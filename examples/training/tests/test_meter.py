@@ -7,21 +7,15 @@ import pytest
 import torch
 
 from examples.training.log import Report, RunLog
-from examples.training.meter import Meter
+from examples.training.meter import Meter, Work
 
 
-def run_of_images(log_dir: Path, flops_per_item: dict[str, float] | None) -> Report:
+def run_of_images(log_dir: Path, flops_per_item: dict[str, float]) -> Report:
     """Three steps of 32 images in eager torch, and an evaluation."""
     report = Report(config={}, num_devices=2, peak_flops=1e12)
     run_log = RunLog(log_dir=str(log_dir), num_steps=3, shows_progress=False)
-    meter = Meter(
-        report,
-        items_per_step=32,
-        unit="images",
-        flops_per_item=flops_per_item,
-        run_log=run_log,
-        on_xla=False,
-    )
+    work = Work("a network", 1, 32, "images", flops_per_item)
+    meter = Meter(report, work=work, run_log=run_log, on_xla=False)
     for step in (1, 2, 3):
         meter.add(step, torch.tensor(1.0 / step), torch.tensor(0.5), 0.1)
         meter.read(up_to=step)
@@ -49,7 +43,7 @@ def test_a_meter_counts_images(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_without_flops_there_is_no_mfu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_of_images(tmp_path, None)
+    report = run_of_images(tmp_path, {})
     out = capsys.readouterr().out
     assert report.items_per_s and report.mfu == {}
     assert "images/s" in out and "MFU" not in out
@@ -60,7 +54,7 @@ def rows(log_every: int, lag: int, capsys: pytest.CaptureFixture[str]) -> list[i
     run_log = RunLog(log_dir="", num_steps=12, shows_progress=False)
     meter = Meter(
         Report(config={}, peak_flops=1e12),
-        items_per_step=1,
+        work=Work("a line", 1, 1, "items"),
         log_every=log_every,
         lag=lag,
         run_log=run_log,

@@ -28,11 +28,12 @@ def test_numbers_of_a_preset(preset: Any) -> None:
 
 
 def test_numbers_that_do_not_fit_together() -> None:
-    for preset, changed, message in (
+    cases: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (gpt2.PRESETS["smoke"], {"num_heads": 3}, "num_heads of the preset 'smoke' must divide"),
         (gpt2.PRESETS["smoke"], {"seq": 129}, "must not pass its positions; got 129 of 128"),
         (llama.PRESETS["debug"], {"num_kv_heads": 3}, "num_kv_heads of the preset 'debug' must"),
-    ):
+    )
+    for preset, changed, message in cases:
         with pytest.raises(KnobError, match=message):
             dataclasses.replace(preset, **changed)
     with pytest.raises(KnobError, match=r"got 3 for 64\. Write for instance width=63"):

@@ -1,5 +1,8 @@
 """Recipes under a launcher: emulated devices are shared out, and only process 0 writes."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import spmd_core as spmd
@@ -9,8 +12,8 @@ from examples.training.log import Report, RunLog
 
 
 @pytest.fixture
-def started(monkeypatch):
-    calls = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
     monkeypatch.setattr(spmd, "simulate", lambda number: calls.append(("simulate", number)))
     monkeypatch.setattr(spmd.distributed, "initialize", lambda: calls.append("initialize"))
     for name in command._NUM_PROCESSES:
@@ -18,7 +21,9 @@ def started(monkeypatch):
     return calls
 
 
-def test_devices_are_those_of_all_processes(started, monkeypatch):
+def test_devices_are_those_of_all_processes(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command.start_devices(8)
     assert started == [("simulate", 8)]
     for name in command._NUM_PROCESSES:
@@ -32,7 +37,9 @@ def test_devices_are_those_of_all_processes(started, monkeypatch):
                 command.start_devices(3)
 
 
-def test_only_process_0_writes(tmp_path, monkeypatch, capsys):
+def test_only_process_0_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(spmd.distributed, "is_master", lambda: False)
     log = RunLog(log_dir=str(tmp_path / "log"), num_steps=2, shows_progress=True)
     log.say("a line")

@@ -32,9 +32,10 @@ def parts(
     device: str, mesh: spmd.Mesh | None = None, seed: int = 0, num_steps: int = 6
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device)
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.Dropout(0.5)).to(device)
     if mesh is not None:
-        spmd.mark_sharding(model[0].weight, mesh, ("x",))
+        spmd.mark_sharding(layer.weight, mesh, ("x",))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, steps=num_steps, warmup=2, floor=0.1)

@@ -36,12 +36,9 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def load(source: Path | str, tmp_path: Path, **settings: float) -> TextData:
-    return load_text(
-        [str(source)],
-        cache_dir=str(tmp_path / "cache"),
-        **{"vocab_size": 300, "seq": 16, **settings},
-    )  # type: ignore[arg-type]
+def load(source: Path | str, tmp_path: Path, **settings: Any) -> TextData:
+    options: dict[str, Any] = {"vocab_size": 300, "seq": 16, **settings}
+    return load_text([str(source)], cache_dir=str(tmp_path / "cache"), **options)
 
 
 def test_any_text_survives_the_tokenizer(corpus: Path, tmp_path: Path) -> None:
@@ -85,10 +82,10 @@ def test_the_second_time_is_from_the_cache(
     assert torch.equal(first.train_NT, second.train_NT)
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert load(corpus, tmp_path, seq=32).was_cached  # blocks are cut after the cache
-    with pytest.raises(
-        TextError, match=r"needs the datasets library; .* Run: pip install datasets"
-    ):
-        load(corpus, tmp_path, vocab_size=301)
+    for source in (corpus, "someone/novels"):
+        message = r"got no (such )?package.*\. Run: pip install .*(datasets|spmd-data\[text\])"
+        with pytest.raises(TextError, match=message):
+            load(source, tmp_path, vocab_size=301)
 
 
 def test_a_run_goes_on_with_damaged_tokens(corpus: Path, tmp_path: Path) -> None:

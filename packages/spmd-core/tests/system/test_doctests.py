@@ -24,7 +24,6 @@ MODULES = (
     "examples.gpt2.presets",
     "examples.gpt2.shardings",
     "examples.gpt2.train",
-    "examples.training.timing",
     "benchmarks.report",
 )
 

@@ -12,9 +12,6 @@ ROOT = Path(__file__).parents[4]
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 # What is longer, with the words of its docstring that say why.
 LONG_FUNCTIONS = {
-    "examples/gpt2/train.py run": "one function, to read as the experiment",
-    "examples/llama_tp/train.py run": "one function, to read as the experiment",
-    "examples/resnet_spatial/train.py run": "one function, to read as the experiment",
     "packages/spmd-core/src/spmd_core/ops/kernels/flash.py backward": "One function, although long",
 }
 

@@ -103,7 +103,7 @@ class TokenCache:
 @checked(num_documents=0)
 def cached_tokens(
     documents: Iterable[str],
-    encode: Callable[[list[str]], Sequence[Sequence[int]]],
+    encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]],
     *,
     key: Mapping[str, Any],
     cache_dir: str | Path,
@@ -197,7 +197,7 @@ def _remove(folder: Path, scratch: Path) -> None:
 def _write(
     path: Path,
     documents: Iterable[str],
-    encode: Callable[[list[str]], Sequence[Sequence[int]]],
+    encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]],
     num_documents: int | None,
     progress: bool,
 ) -> None:
