@@ -137,6 +137,10 @@ BENCHMARKS = {
             Amount("cases.*.after.whole.*"),
         ),
     ),
+    "split_programs": Benchmark(
+        (),
+        (Ratio("layouts[program,layout].split_s", "layouts[program,layout].replicated_s"),),
+    ),
 }
 
 

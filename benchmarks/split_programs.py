@@ -21,9 +21,7 @@ from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     options = argument_parser(__doc__).parse_args()
-
-# Each program is to be compiled.
-os.environ["SPMD_CACHE_DIR"] = ""
+    os.environ["SPMD_CACHE_DIR"] = ""  # each program is to be compiled
 
 import torch
 from torch import distributions
