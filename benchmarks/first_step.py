@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import trange
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 from benchmarks.report import Samples, Table, argument_parser, publish
 from examples.gpt2.presets import PRESETS
 
@@ -47,7 +47,9 @@ def main() -> int:
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", help="of examples.gpt2.train (default tiny)"
     )
-    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=4, help="emulated devices (default 4)"
+    )
     parser.add_argument("--rounds", type=whole(), default=2, help="runs of each kind (default 2)")
     args = parser.parse_args()
     found: dict[str, Samples] = {}

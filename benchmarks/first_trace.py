@@ -12,15 +12,20 @@ import argparse
 import sys
 import time
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, num_layers
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--layers", type=whole(), default=24, help="transformer blocks of the model (default 24)"
+        "--layers",
+        type=num_layers(),
+        default=24,
+        help="transformer blocks of the model (default 24)",
     )
-    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=8, help="emulated devices (default 8)"
+    )
     args = parser.parse_args()
 
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -30,7 +30,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         default=4,
         help="steps in flight when throughput is measured; 0: not measured (default 4)",
     )
-    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=8, help="emulated devices (default 8)"
+    )
     parser.add_argument(
         "--activation-marks",
         action="store_true",

@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -22,7 +22,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument(
         "--tokens", type=whole(), default=64, help="tokens to generate (default 64)"
     )
-    parser.add_argument("--devices", type=whole(), default=1, help="emulated devices (default 1)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=1, help="emulated devices (default 1)"
+    )
     args = parser.parse_args()
 
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops

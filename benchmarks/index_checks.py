@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -23,7 +23,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument(
         "--rounds", type=whole(), default=30, help="timed pairs of steps (default 30)"
     )
-    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=8, help="emulated devices (default 8)"
+    )
     args = parser.parse_args()
 
 import jax

@@ -33,14 +33,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--devices", type=whole(), default=8, help="emulated CPU devices (default 8)"
+        "--devices", type=num_devices(), default=8, help="emulated CPU devices (default 8)"
     )
     parser.add_argument("--rounds", type=whole(), default=20, help="timed steps (default 20)")
     args = parser.parse_args()

@@ -32,12 +32,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, whole
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=4, help="emulated devices (default 4)"
+    )
     parser.add_argument("--rounds", type=whole(), default=5, help="rounds of all kinds (default 5)")
     parser.add_argument("--steps", type=whole(), default=10, help="steps of a round (default 10)")
     parser.add_argument(

@@ -15,12 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=8, help="emulated devices (default 8)"
+    )
     args = parser.parse_args()
 
 import torch

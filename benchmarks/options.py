@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from examples.training.choices import MOST_DEVICES, MOST_WORKERS
+
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
     """A whole number in a range, as a `type` of `ArgumentParser.add_argument`."""
@@ -19,7 +21,9 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             number = None
         if number is None or not least <= number <= most:
-            limits = f"of at least {least}" if most == 2**31 - 1 else f"from {least} to {most}"
+            is_high = number is not None and number > most
+            is_open = most == 2**31 - 1 and not is_high
+            limits = f"of at least {least}" if is_open else f"from {least} to {most}"
             example = min(max(least, 8), most)
             raise argparse.ArgumentTypeError(
                 f"this is a whole number {limits}; got {text!r}. Write for instance {example}"
@@ -27,6 +31,21 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def num_devices(least: int = 1) -> Callable[[str], int]:
+    """A number of emulated devices."""
+    return whole(least, MOST_DEVICES)
+
+
+def num_jobs() -> Callable[[str], int]:
+    """A number of worker processes."""
+    return whole(1, MOST_WORKERS)
+
+
+def num_layers() -> Callable[[str], int]:
+    """A number of a model's layers."""
+    return whole(1, 1000)
 
 
 def number(least: float = 0.0) -> Callable[[str], float]:

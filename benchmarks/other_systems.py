@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.options import interpreter, whole
+from benchmarks.options import interpreter, num_devices, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 SYSTEMS = Path(__file__).with_name("systems")
@@ -144,7 +144,9 @@ def main() -> int:
     parser.add_argument(
         "--torchax", type=interpreter, metavar="PYTHON", help="an interpreter that has torchax"
     )
-    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default: 4)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=4, help="emulated devices (default: 4)"
+    )
     parser.add_argument("--steps", type=whole(), default=10, help="measured steps (default: 10)")
     parser.add_argument(
         "--rounds", type=whole(), default=3, help="runs of each system (default: 3)"

@@ -24,14 +24,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import whole
+from benchmarks.options import num_devices, num_layers, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--devices", type=num_devices(), default=8, help="emulated devices (default 8)"
+    )
     parser.add_argument("--width", type=whole(), default=512, help="hidden size (default 512)")
-    parser.add_argument("--layers", type=whole(), default=4, help="layers (default 4)")
+    parser.add_argument("--layers", type=num_layers(), default=4, help="layers (default 4)")
     parser.add_argument(
         "--clients",
         type=whole(),

@@ -19,13 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import existing, whole
+from benchmarks.options import existing, num_layers
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--layers", type=whole(), default=16, help="layers of 0.27 GB in float32 (default 16)"
+        "--layers",
+        type=num_layers(),
+        default=16,
+        help="layers of 0.27 GB in float32 (default 16)",
     )
     parser.add_argument(
         "--scratch",

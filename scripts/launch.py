@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 # How long the others have to end by themselves when one has failed: they say why. Then how long
@@ -76,11 +76,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--processes", type=_positive, default=2, metavar="N", help="how many to run (default: 2)"
+        "--processes",
+        type=_up_to(256),
+        default=2,
+        metavar="N",
+        help="how many to run (default: 2)",
     )
     parser.add_argument(
         "--devices-per-process",
-        type=_positive,
+        type=_up_to(4096),
         metavar="N",
         help="emulated CPU devices of each process; without it, each has what the machine gives",
     )
@@ -91,12 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"this is a whole number of at least 1; got {text!r}. Write for instance 2"
-        )
-    return int(text)
+def _up_to(most: int) -> Callable[[str], int]:
+    """A whole number from 1 to `most`, as a `type` of `ArgumentParser.add_argument`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"this is a whole number from 1 to {most}; got {text!r}. Write for instance 2"
+            )
+        return int(text)
+
+    return read
 
 
 def _port(text: str) -> int:

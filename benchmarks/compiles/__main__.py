@@ -19,7 +19,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.options import check_names, number, selected, whole
+from benchmarks.options import check_names, num_devices, num_jobs, number, selected, whole
 from benchmarks.report import argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -29,7 +29,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--target", default="v4-8", help="a topology, such as v5e-8, or cuda (default: v4-8)"
     )
     parser.add_argument(
-        "--devices", type=whole(), default=1, help="devices of a program (default 1)"
+        "--devices", type=num_devices(), default=1, help="devices of a program (default 1)"
     )
     parser.add_argument(
         "--ops",
@@ -47,7 +47,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         default=4,
         help="at most this many samples per entry and dtype, evenly spread (default 4; 0: all)",
     )
-    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=num_jobs(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout",
         type=number(0.1),

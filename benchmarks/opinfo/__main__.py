@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.options import check_names, number, selected, whole
+from benchmarks.options import check_names, num_devices, num_jobs, number, selected, whole
 from benchmarks.report import argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -30,7 +30,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--dtypes", help="separated by commas (default: all)")
     parser.add_argument("--variants", help="separated by commas (default: all)")
     parser.add_argument(
-        "--devices", type=whole(0), default=1, help="emulated devices (default 1); 0: the real ones"
+        "--devices",
+        type=num_devices(0),
+        default=1,
+        help="emulated devices (default 1); 0: the real ones",
     )
     parser.add_argument(
         "--samples",
@@ -38,7 +41,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         default=8,
         help="at most this many samples per entry and dtype, evenly spread (default 8; 0: all)",
     )
-    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=num_jobs(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout",
         type=number(0.1),

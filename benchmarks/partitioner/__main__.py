@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.options import check_names, number, selected, whole
+from benchmarks.options import check_names, num_jobs, number, selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -46,7 +46,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--first", type=whole(0), default=0, help="number of the first one (default 0)"
     )
     parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
-    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=num_jobs(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout", type=number(0.1), default=600, help="limit in seconds of a task (default 600)"
     )

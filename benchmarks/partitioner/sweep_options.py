@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks.options import number, whole
+from benchmarks.options import num_jobs, number
 from benchmarks.report import argument_parser
 
 
@@ -16,7 +16,7 @@ def parser_of(doc: str | None, module: str) -> argparse.ArgumentParser:
     parser = argument_parser(doc)
     parser.prog = f"python -m {module}"
     parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=num_jobs(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout", type=number(0.1), default=600, help="limit in seconds of a task (default 600)"
     )

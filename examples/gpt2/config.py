@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.gpt2.presets import BATCH_AXES, PRESETS
-from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
+from examples.training.choices import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    PYTHON_STDLIB,
+    REMAT_POLICIES,
+    TEXT_CACHE_DIR,
+)
 from examples.training.knobs import (
     KnobError,
     add_smoke,
@@ -79,13 +86,13 @@ class TrainConfig(RunConfig):
         choices=("auto", "host", "device"),
         resumable=True,
     )
-    batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
+    batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's", most=MOST_ROWS)
     accumulate: int = knob(
         1,
         "parts of a batch that are computed one after the other; gradients are reduced once",
         least=1,
     )
-    seq: int = knob(0, "tokens in a sequence; 0: the preset's")
+    seq: int = knob(0, "tokens in a sequence; 0: the preset's", most=MOST_TOKENS)
     min_lr: float = knob(
         -1.0,
         "learning rate at the end of the cosine decay; negative: a tenth of the peak",
@@ -113,11 +120,12 @@ class TrainConfig(RunConfig):
         resumable=True,
     )
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
-    vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
+    vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's", most=MOST_TOKENS)
     pad_vocab: int = knob(
         128,
         "round the model's vocabulary up to a multiple of this; 1: no padding",
         least=1,
+        most=MOST_ROWS,
     )
     pack: bool = knob(
         False,
@@ -126,7 +134,10 @@ class TrainConfig(RunConfig):
         action=argparse.BooleanOptionalAction,
     )
     workers: int = knob(
-        0, "processes that read batches, with --pack; 0: a thread of this one", resumable=True
+        0,
+        "processes that read batches, with --pack; 0: a thread of this one",
+        resumable=True,
+        most=MOST_WORKERS,
     )
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
 

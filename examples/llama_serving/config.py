@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from examples.training.choices import MOST_DEVICES, MOST_ROWS, MOST_TOKENS
 from examples.training.knobs import KnobError, check_ranges, knob, parser_of
 from examples.training.mesh_sizes import Sizes, mesh_sizes, num_devices
 
@@ -26,13 +27,15 @@ class ServeConfig:
 
     model: str = knob("", "folder with config.json, safetensors and tokenizer files")
     mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
-    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
+    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", most=MOST_DEVICES)
     dtype: str = knob("auto", "of parameters and cache; auto: as config.json says", choices=DTYPES)
-    slots: int = knob(16, "requests that are answered at the same time", least=1)
+    slots: int = knob(16, "requests that are answered at the same time", least=1, most=4096)
     max_length: int = knob(
-        0, f"tokens of a prompt and its answer; 0: the model's positions, at most {DEFAULT_LENGTH}"
+        0,
+        f"tokens of a prompt and its answer; 0: the model's positions, at most {DEFAULT_LENGTH}",
+        most=MOST_TOKENS,
     )
-    queue: int = knob(256, "requests that may wait for a slot", least=1)
+    queue: int = knob(256, "requests that may wait for a slot", least=1, most=MOST_ROWS)
     host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
     port: int = knob(8000, "port to listen at; 0: a free one", most=65535)
     api_key: str = knob(
@@ -47,9 +50,9 @@ class ServeConfig:
     allow_origin: tuple[str, ...] = knob(
         (), "other web pages that may ask, as in https://chat.example; *: all", type=str, nargs="+"
     )
-    connections: int = knob(1024, "HTTP connections at the same time", least=1)
+    connections: int = knob(1024, "HTTP connections at the same time", least=1, most=65535)
     name: str = knob("", "the model's name to clients; empty: the folder's")
-    grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C")
+    grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C", most=86400)
 
 
 def checked(config: ServeConfig) -> None:

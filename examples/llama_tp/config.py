@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.llama_tp.presets import BATCH_AXES, MESH_AXES, PRESETS, ModelPreset
-from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
+from examples.training.choices import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    PYTHON_STDLIB,
+    REMAT_POLICIES,
+    TEXT_CACHE_DIR,
+)
 from examples.training.knobs import (
     KnobError,
     add_smoke,
@@ -41,7 +47,9 @@ class TrainConfig(RunConfig):
         "tokenizer.json; sizes and vocabulary are its own; empty: random weights",
     )
     lora: int = knob(
-        0, "rank of LoRA adapters (package peft), which alone are trained; 0: train all weights"
+        0,
+        "rank of LoRA adapters (package peft), which alone are trained; 0: train all weights",
+        most=2**16,
     )
     lora_alpha: float = knob(0.0, "LoRA's alpha; adapters count alpha / rank; 0: twice the rank")
     mesh: str = knob(
@@ -69,13 +77,13 @@ class TrainConfig(RunConfig):
         choices=("auto", "host", "device"),
         resumable=True,
     )
-    batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
+    batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's", most=MOST_ROWS)
     accumulate: int = knob(
         1,
         "parts of a batch that are computed one after the other; gradients are reduced once",
         least=1,
     )
-    seq: int = knob(0, "tokens in a sequence; 0: the preset's")
+    seq: int = knob(0, "tokens in a sequence; 0: the preset's", most=MOST_TOKENS)
     min_lr: float = knob(
         -1.0,
         "learning rate at the end of the cosine decay; negative: a tenth of the peak",
@@ -98,7 +106,7 @@ class TrainConfig(RunConfig):
         resumable=True,
     )
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
-    vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
+    vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's", most=MOST_TOKENS)
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
     export: str = knob(
         "",
@@ -111,7 +119,11 @@ class TrainConfig(RunConfig):
     )
     prompt: str = knob("", "text that the trained model continues; empty: none", resumable=True)
     new_tokens: int = knob(
-        32, "tokens of that continuation, each the likeliest", resumable=True, least=1
+        32,
+        "tokens of that continuation, each the likeliest",
+        resumable=True,
+        least=1,
+        most=MOST_TOKENS,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.resnet_spatial.presets import MESH_AXES, MODELS
+from examples.training.choices import MOST_ROWS, MOST_WORKERS
 from examples.training.knobs import (
     KnobError,
     add_smoke,
@@ -47,15 +48,17 @@ class TrainConfig(RunConfig):
         "fake: random numbers; shapes: drawn on the fly; else a folder of images by class",
         resumable=True,
     )
-    classes: int = knob(1000, "classes of fake data; others know theirs", least=1)
-    image_size: int = knob(224, "rows and columns of an image", least=1)
-    workers: int = knob(4, "threads that read image files", resumable=True, least=1)
+    classes: int = knob(1000, "classes of fake data; others know theirs", least=1, most=MOST_ROWS)
+    image_size: int = knob(224, "rows and columns of an image", least=1, most=2**14)
+    workers: int = knob(
+        4, "threads that read image files", resumable=True, least=1, most=MOST_WORKERS
+    )
     skip_unreadable: bool = knob(
         False,
         "take the next image for one that cannot be read, instead of an error",
         action=argparse.BooleanOptionalAction,
     )
-    batch: int = knob(64, "images in a step, over all devices", least=1)
+    batch: int = knob(64, "images in a step, over all devices", least=1, most=MOST_ROWS)
     lr: float = knob(0.0, "peak learning rate; 0: 0.1 for each 256 images of a batch")
     momentum: float = knob(0.9, "Nesterov momentum of SGD")
     weight_decay: float = knob(1e-4, "weight decay of convolutions and matrices; others have none")

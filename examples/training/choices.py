@@ -8,6 +8,11 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "products": ("linear", "mm"),
     "attention": ("attention",),
 }
+# Highest values: beyond, a run would hang or take all memory before it says what is wrong.
+MOST_DEVICES = 4096  # that `spmd.simulate` emulates
+MOST_WORKERS = 256  # threads or processes that read
+MOST_TOKENS = 2**24  # of a sequence or a vocabulary
+MOST_ROWS = 2**20  # of a batch, or classes
 PYTHON_STDLIB = "python-stdlib"
 TEXT_CACHE_DIR = "~/.cache/spmd/text"
 RESUME_AUTO = "auto"  # of --resume: the newest file of --checkpoint, if there is one

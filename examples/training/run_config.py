@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from examples.training.choices import RESUME_AUTO
+from examples.training.choices import MOST_DEVICES, RESUME_AUTO
 from examples.training.knobs import KnobError, check_ranges, knob
 
 
@@ -17,7 +17,9 @@ class RunConfig:
     """Options of a run that do not depend on the model; a recipe's configuration extends it."""
 
     mesh: str = knob("", "device mesh, as in data=2,fsdp=4; empty: one device", resumable=True)
-    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", resumable=True)
+    devices: int = knob(
+        0, "number of emulated CPU devices; 0: the real ones", resumable=True, most=MOST_DEVICES
+    )
     device: str = knob(
         "xla",
         "xla, or cpu for eager torch without any sharding",

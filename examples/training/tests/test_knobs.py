@@ -13,6 +13,7 @@ import examples.gpt2.config as gpt2
 import examples.llama_serving.config as serving
 import examples.llama_tp.config as llama
 import examples.resnet_spatial.config as resnet
+from examples.training.choices import MOST_DEVICES
 from examples.training.knobs import (
     KnobError,
     add_smoke,
@@ -23,6 +24,7 @@ from examples.training.knobs import (
     parse,
     parser_of,
 )
+from spmd_core.chips import MAX_EMULATED_DEVICES
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,26 @@ def test_a_number_out_of_its_range(options: dict[str, float], message: str) -> N
     check_ranges(Config())
     with pytest.raises(KnobError, match=message):
         check_ranges(dataclasses.replace(Config(), **options))  # type: ignore[arg-type]
+
+
+def test_numbers_that_would_hang_are_too_large() -> None:
+    assert MOST_DEVICES == MAX_EMULATED_DEVICES
+    checks: list[tuple[Any, Callable[[Any], object], str]] = [
+        (gpt2.TrainConfig(), gpt2.with_defaults, "devices batch seq vocab pad_vocab workers"),
+        (llama.TrainConfig(), llama.check_options, "devices batch seq vocab lora new_tokens"),
+        (resnet.TrainConfig(), resnet.with_defaults, "devices batch image_size classes workers"),
+        (
+            serving.ServeConfig(model="/"),
+            serving.checked,
+            "devices slots max_length queue connections grace_s",
+        ),
+    ]
+    for config, check, names in checks:
+        for name in names.split():
+            for value in (10**9, 10**18):
+                message = rf"{option(name)} must be at most \d+; got {value}\. Leave it out"
+                with pytest.raises(KnobError, match=message):
+                    check(dataclasses.replace(config, **{name: value}))
 
 
 def test_every_number_of_every_recipe_has_a_range() -> None:

@@ -47,10 +47,27 @@ def test_whether_a_file_can_be_written(tmp_path):
     (tmp_path / "file").write_text("kept")
     files.check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
-    with pytest.raises(FileNotFoundError, match="missing"):
-        files.write_text(tmp_path / "missing" / "file", "")
     with pytest.raises((NotADirectoryError, FileExistsError)):
         files.check_writable(tmp_path / "file" / "below")
+
+
+def test_names_and_folders_that_take_no_file(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for path, error, message in (
+        (
+            tmp_path / "missing" / "file",
+            FileNotFoundError,
+            "missing does not exist. Make the folder",
+        ),
+        (tmp_path / "file" / "below", NotADirectoryError, "file is a file. Make the folder"),
+        (tmp_path / "file" / "below" / "it", OSError, "does not exist. Make the folder"),
+        (tmp_path / ("a" * 300), OSError, "File name too long. Name another path"),
+        ("/proc/new", OSError, "'/proc/new': .*. Name another path"),
+        ("a\0b", ValueError, r"null byte.*\. Correct the path"),
+    ):
+        with pytest.raises(error, match=f"^(\\[Errno|a file is written).*; got .*{message}"):
+            files.write_text(path, "")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
 def test_writers_disturb_each_other_nowhere(tmp_path):

@@ -1,6 +1,9 @@
 """Loaders, devices, shardings, datasets and arrays are refused if they are none."""
 
+import copy
 import dataclasses
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +12,13 @@ from torch.utils.data import TensorDataset
 
 import spmd_core as spmd
 import spmd_data
-from spmd_data import MpDeviceLoader, TokenStream, TransformedSamples, sharded_dataloader
+from spmd_data import (
+    MpDeviceLoader,
+    PackedSequences,
+    TokenStream,
+    TransformedSamples,
+    sharded_dataloader,
+)
 
 REFUSED = r"; got .*\. (Write|Pass|Sort|Give|Use) "
 X = torch.ones(8, 4)
@@ -34,6 +43,73 @@ def test_loaders_and_devices():
         assert torch.equal(batch.cpu(), X)
     with pytest.raises(TypeError, match="writer has add_scalar.*" + REFUSED):
         MpDeviceLoader([X], "cpu").log(print, 1)
+
+
+def test_devices_that_hold_no_values():
+    message = "device is 'xla', or a device on which this torch computes, such as 'cpu'; got '{}': "
+    for device in ("meta", *(["cuda", "cuda:3"] if not torch.cuda.is_available() else [])):
+        with pytest.raises(
+            spmd.errors.DeviceMismatchError,
+            match=re.escape(message.format(device)) + r".*\. Write device='xla'\.",
+        ):
+            MpDeviceLoader([X], device)
+
+
+def test_more_threads_and_processes_than_a_host_has_are_refused_at_once(mesh):
+    for call in (
+        lambda: MpDeviceLoader([X], "xla", transfer_threads=10**6),
+        lambda: MpDeviceLoader([X], "xla", prefetch=10**9),
+        lambda: MpDeviceLoader([X], "xla", batches_per_execution=10**18),
+        lambda: sharded_dataloader(SAMPLES, mesh, "data", batch_size=8, num_workers=10**6),
+        lambda: PackedSequences(TokenStream(np.arange(9), np.array([0])), 10**12),
+    ):
+        with pytest.raises(ValueError, match=r"(at most|from \d to) \d+.*; got .*\d{6}"):
+            call()
+    MpDeviceLoader([X], "xla", transfer_threads=256, prefetch=1000)
+
+
+NO_TEXTS = "documents are a list of texts, or another iterable of them"
+NO_KEY = "key maps names to values of JSON's types"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"documents": value}, NO_TEXTS) for value in ("text", b"text", None, 5, {"a": "text"})),
+        *(({"encode": value}, "encode is a function") for value in (5, None, "gpt2")),
+        *(
+            ({"key": value}, NO_KEY)
+            for value in (5, None, "gpt2", ["gpt2"], {1: 2}, {"a": {1}}, {"a": print}, {"a": X})
+        ),
+        *(({"cache_dir": value}, "cache_dir is of type str or PathLike") for value in (5, None)),
+        ({"cache_dir": __file__}, "cache_dir is a folder, or a path where one can be made"),
+    ],
+)
+def test_what_a_cache_of_tokens_is_made_of(options, message, tmp_path):
+    given = {
+        "documents": ["text"],
+        "encode": lambda texts: [[1] for _ in texts],
+        "key": {},
+        "cache_dir": tmp_path / "new",
+    }
+    with pytest.raises((TypeError, spmd.errors.DataError), match=f"^{message}.*" + REFUSED):
+        spmd_data.cached_tokens(**{**given, **options}, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_caches_and_dicts_of_shardings(tmp_path):
+    for folder in (5, None, ["folder"], tmp_path, tmp_path / "missing"):
+        with pytest.raises(
+            (TypeError, spmd.errors.DataError), match=REFUSED + r"cached_tokens\(\.\.\.\)"
+        ):
+            spmd_data.TokenCache(folder)
+    for shardings in (5, "text", [1], [("x", None)], print):
+        with pytest.raises(TypeError, match="^shardings is of type Mapping" + REFUSED):
+            spmd_data.OptionalKeys(shardings)
+    keys = spmd_data.OptionalKeys({"x": None}, y=None)
+    assert keys == {"x": None, "y": None} and spmd_data.OptionalKeys() == {}
+    for clone in (copy.copy(keys), copy.deepcopy(keys), pickle.loads(pickle.dumps(keys))):
+        assert clone == keys and type(clone) is spmd_data.OptionalKeys
 
 
 def test_shardings_are_checked_when_the_loader_is_made(mesh):
@@ -76,6 +152,12 @@ def test_datasets_and_meshes(mesh):
     ):
         with pytest.raises((TypeError, ValueError), match=REFUSED):
             call()
+    for dataset in ("samples" * 8, {"a": 1}):
+        with pytest.raises(
+            TypeError, match="a dataset has a length and samples by index.*" + REFUSED
+        ):
+            spmd_data.shard_dataset(dataset, mesh, "data")
+    assert len(spmd_data.shard_dataset(dict(enumerate(X)), mesh, "data")) == 8
     for axis in ("data", 0, np.int64(0), ["data"], (0,), None):
         assert len(sharded_dataloader(SAMPLES, mesh, axis, batch_size=8)) == 1
 
@@ -99,5 +181,13 @@ def test_token_streams_are_arrays_of_integers_with_ascending_starts():
             TokenStream(stream, starts)
     with pytest.raises(TypeError, match=REFUSED):
         TokenStream.separated([5, 1, 5, 2], 5)
+    one = TokenStream(tokens, np.array([0]))
+    for document in (-1, 1):
+        with pytest.raises(
+            IndexError, match=f"document {document} is out of range for 1 documents"
+        ):
+            one.tokens(document)
+    with pytest.raises(ValueError, match="padding_token is a whole number from" + ".*" + REFUSED):
+        PackedSequences(one, 4, padding_token=2**63)
     for starts in (np.array([]), np.array([0, 3, 3, 6]), np.array([2], np.uint16)):
         assert TokenStream(tokens, starts).lengths.sum() == (6 - starts[0] if len(starts) else 0)

@@ -1,5 +1,6 @@
 """Tests packing: nothing is lost or doubled, and nothing crosses from document to document."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -120,11 +121,22 @@ def test_a_sequence_by_hand() -> None:
         packed[2]
 
 
+@pytest.mark.parametrize("packing", ["stream", "first_fit"])
+def test_a_sequence_with_room_for_all(packing: str) -> None:
+    for lengths in ([3, 0, 5, 1], [], [0], [4]):
+        long, short = (layout(lengths, seq, packing) for seq in (2**24, max(sum(lengths), 1)))
+        for field in dataclasses.fields(long):
+            assert np.array_equal(getattr(long, field.name), getattr(short, field.name))
+        assert long.num_sequences == (sum(lengths) > 0)
+        assert long.lengths.tolist() == [length for length in lengths if length]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([3], 4, "best_fit"), r"one of 'stream', 'first_fit'; got 'best_fit'"),
-        (([3], 0), r"at least 1 token and a document at least 0; got seq=0"),
+        (([3], 0), r"from 1 to 16777216 tokens and a document at least 0; got seq=0"),
+        (([3], 2**24 + 1), r"from 1 to 16777216 tokens .*; got seq=16777217 "),
         (([3, -1], 4), r"a least length of -1"),
     ],
 )

@@ -199,8 +199,25 @@ def test_what_is_no_state(state: dict[str, Any]) -> None:
         ShardedSampler(16, batch_size=8).load_state_dict(state)
 
 
-@pytest.mark.parametrize("samples", [5, -8, 24])
+@pytest.mark.parametrize("samples", [5, 24])
 def test_a_place_within_a_batch(samples: int) -> None:
     sampler = ShardedSampler(16, batch_size=8)
     with pytest.raises(DataError, match=rf"whole batch of 8 samples, up to 16; got {samples}"):
         sampler.load_state_dict(sampler.state_dict() | {"samples": samples})
+
+
+def test_states_and_rows_that_no_sampler_has() -> None:
+    sampler = ShardedSampler(8, batch_size=2)
+    state = sampler.state_dict()
+    for change in ({"epoch": "x"}, {"epoch": -1}, {"samples": -8}, {"samples": 2.0}):
+        with pytest.raises(
+            DataError, match=r"counts its \w+ from 0 on; got .*\. Pass what state_d"
+        ):
+            sampler.load_state_dict({**state, **change})
+    with pytest.raises(DataError, match=r"has a source, a dict; got 5\. Pass what state_dict\(\)"):
+        sampler.load_state_dict({**state, "source": 5})
+    assert sampler.state_dict() == state
+    for start, count in ((0, 9), (8, 1), (10**15, 10**15)):
+        with pytest.raises(DataError, match=r"an epoch has 8 rows in this part; got .*\. Ask for"):
+            sampler.row_mask(start, count)
+    assert sampler.row_mask(0, 8).all()

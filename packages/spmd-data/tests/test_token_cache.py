@@ -9,10 +9,12 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import fresh
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -181,6 +183,37 @@ def test_no_documents(tmp_path: Path) -> None:
 def test_an_encoder_that_loses_texts(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one list of tokens for each text; got 1 for 2 texts"):
         cached_tokens(["a", "b"], lambda _: [[1]], key={}, cache_dir=tmp_path, progress=False)
+
+
+NO_TOKENS = r"encode\(\) gives for each text a list of integers from 0 to 2\*\*31 - 1; got .*Return"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, r"one list of tokens for each text; got a NoneType for 1000 texts\. Return"),
+        ("ab" * 500, r"one list of tokens for each text; got a str for 1000 texts"),
+        ([[1.5]] * 1000, NO_TOKENS),
+        ([["a"]] * 1000, NO_TOKENS),
+        ([[[1], [1, 2]]] * 1000, NO_TOKENS),
+        ([1] * 1000, NO_TOKENS),
+        ([[-1]] * 1000, NO_TOKENS),
+        ([np.array([2**31])] * 1000, NO_TOKENS),
+        ([[2**70]] * 1000, NO_TOKENS),
+    ],
+)
+def test_an_encoder_that_gives_no_tokens(tmp_path: Path, given: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        cached_tokens(TEXTS, lambda texts: given, key={}, cache_dir=tmp_path, progress=False)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_tokens_of_other_kinds_of_lists(tmp_path: Path) -> None:
+    kinds = [np.array([2**31 - 1]), (0, 1), torch.tensor([2]), [], np.array([3], np.uint8)]
+    cache = cached_tokens(
+        list("abcde"), lambda texts: kinds, key={}, cache_dir=tmp_path, progress=False
+    )
+    assert cache.all_tokens.tolist() == [2**31 - 1, 0, 1, 2, 3]
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

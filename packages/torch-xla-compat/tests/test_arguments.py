@@ -4,9 +4,12 @@ import inspect
 from types import UnionType
 from typing import get_args
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
+import spmd_core as spmd
 import torch_xla
 import torch_xla.core.functions
 import torch_xla.core.xla_model as xm
@@ -16,7 +19,13 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint
 import torch_xla.utils.utils
-from torch_xla import amp, experimental
+from torch_xla import _XLAC, amp, experimental
+from torch_xla.core import xla_builder
+from torch_xla.debug import metrics as debug_metrics
+from torch_xla.distributed import xla_multiprocessing as xmp
+from torch_xla.distributed.spmd import xla_sharding
+from torch_xla.experimental import callback
+from torch_xla.utils import checkpoint, dlpack
 
 BAD = ["many", float("nan"), [2], b"2"]
 # Arguments that no annotation checks here: what they are given to checks them.
@@ -124,6 +133,8 @@ def test_dims_platforms_and_ordinals():
     assert xm.do_on_ordinals(lambda: 3, ordinals=(0, 1)) == 3
 
 
+NOTHING_HAPPENED = r"; got .*\. (Write|Save|Pass|Its|Move) "
+USE = r"; got .*\. (Write|Use|Correct|Pass) "
 REFUSED = r"; got .*\. (Write|Pass|Leave|Sort) "
 NO_DEVICES = (5.5, None, "zz", "cpu", "xla:3")
 
@@ -222,6 +233,144 @@ def test_loaders_shardings_lists_and_replicas_that_are_none_are_refused():
         iter(loader)
     assert xm.rendezvous("tag", b"a", [0]) == [b"a"]
     xm.unlazy({"loss": x + 1, "parts": (x,)})
+
+
+def test_what_is_saved_optimized_run_and_compiled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = torch.ones(3, device="xla", requires_grad=True)
+    optimizer = torch.optim.SGD([x])
+    before = x.tolist()
+    for call in (
+        *(lambda v=value: xm.save({}, v) for value in (None, 5, [], True)),
+        lambda: xm.save({"f": lambda: 0}, "file"),
+        *(
+            lambda v=value: xm.optimizer_step(optimizer, optimizer_args=v)
+            for value in (5, "x", [1], {1: 2})
+        ),
+        *(lambda v=value: xm.do_on_ordinals(print, v) for value in (5, "ab", None)),
+        *(lambda v=value: xm.do_on_ordinals(print, (), v) for value in (5, None, ["0"], [0.0])),
+        *(lambda v=value: xm.optimization_barrier_(v) for value in (5, None, "x", [5], [None])),
+        *(
+            lambda v=value, f=function: f(v)
+            for value in (5, "x", [1], {1: 2}, {"a": None}, {"a": [1]})
+            for function in (
+                torch_xla.set_custom_compile_options,
+                lambda v: torch_xla.compile(print, custom_compile_options=v),
+            )
+        ),
+        *(
+            lambda v=value, f=function: f(v)
+            for value in (5, None, "f")
+            for function in (torch_xla.launch, xmp.spawn, xmp.MpSerialExecutor().run)
+        ),
+        lambda: torch_xla.launch(print, 5),
+        lambda: xmp.spawn(print, "ab"),
+        *(lambda v=value: xmp.MpModelWrapper(v) for value in (5, None, torch.nn.Linear)),
+        lambda: xm.master_print("text", fd=5),
+        lambda: xm.mesh_reduce("tag", object(), list),
+        lambda: xm.send_cpu_data_to_device((t for t in [x]), "xla"),
+        lambda: xm.send_cpu_data_to_device(iter([x]), "xla"),
+        *(lambda v=value: xm.all_gather(x, output=v) for value in (5, [x])),
+        lambda: xm.reduce_scatter("sum", x, 1.0, 0, 1, output=5),
+        lambda: xm.set_rng_state(10**30),
+        lambda: torch_xla.manual_seed(2**64),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=NOTHING_HAPPENED):
+            call()
+    assert x.tolist() == before and not list(tmp_path.iterdir())
+    assert spmd.config.compiler_options == {}
+    torch_xla.set_custom_compile_options({"xla_zz": True})
+    with pytest.raises(
+        spmd.errors.ProgramError, match=r"compiler_options .*: 'xla_zz'\. Correct the option's name"
+    ):
+        (torch.ones(3, device="xla") + 1).cpu()
+    torch_xla.set_custom_compile_options({})
+    assert xm.optimizer_step(optimizer, optimizer_args={"closure": lambda: 3.0}) == 3.0
+    xm.optimizer_step(optimizer, optimizer_args={})
+    assert xm.do_on_ordinals(lambda a: a, [7], ordinals=range(2)) == 7
+    xm.save({"x": x}, tmp_path / "file")
+    assert torch.load(tmp_path / "file")["x"].tolist() == before
+    torch_xla.manual_seed(2**64 - 1)
+
+
+def test_devices_that_hold_no_values_are_refused_when_a_loader_is_made():
+    for device in ("meta", *(["cuda"] if not torch.cuda.is_available() else [])):
+        for call in (
+            lambda d=device: pl.MpDeviceLoader([torch.ones(2)], d),
+            lambda d=device: pl.ParallelLoader([torch.ones(2)], ["xla", d]),
+        ):
+            with pytest.raises(
+                RuntimeError, match=f"on which this torch computes.*; got '{device}'"
+            ):
+                call()
+    for name in ("host_to_device_transfer_threads", "device_prefetch_size"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is a whole number from \d to \d+; got 10{{9}}"
+        ):
+            pl.MpDeviceLoader([torch.ones(2)], "xla", **{name: 10**9})
+
+
+def test_private_functions_shardings_and_small_modules():
+    x = torch.ones(8, 4, device="xla")
+    mesh = xs.get_1d_mesh("x")
+    linear = torch.nn.Linear(4, 4).to("xla")
+    for call in (
+        *(
+            lambda f=function, v=value: f(v)
+            for value in (5, None, "text")
+            for function in (
+                _XLAC._get_xla_sharding_spec,
+                _XLAC._get_xla_sharding_type,
+                _XLAC._get_xla_op_sharding,
+                _XLAC._get_xla_sharding_specs,
+                _XLAC._get_xla_tensors_hlo,
+                _XLAC._get_xla_tensors_text,
+                _XLAC._get_xla_tensor_debug_info,
+                _XLAC._get_graph_hash,
+                _XLAC._xla_get_tensor_id,
+                _XLAC._mark_manual_sharding,
+                mesh.get_op_sharding,
+                xs.ShardingSpec(mesh, ("x",)).apply,
+                lambda v: _XLAC._get_xla_sharding_specs([v]),
+                lambda v: _XLAC._global_tensor_from_cpu_shards(v, "{replicated}"),
+                lambda v: _XLAC._global_tensor_from_cpu_shards([v] * mesh.size(), "{replicated}"),
+                lambda v: _XLAC.XlaShardingSpec(v, None),
+                lambda v: xla_sharding.MarkShardingFunction.apply(v, mesh, ("x",)),
+                lambda v: xla_sharding.MarkShardingFunction.apply(x, v, ("x",)),
+                lambda v: xla_sharding.MarkShardingFunction.apply(x, mesh, v),
+                lambda v: xla_sharding.XLAPatchedLinear.apply(v, x),
+                lambda v: xla_sharding.XLAPatchedLinear.apply(x, v),
+                lambda v: xs.xla_patched_nn_linear_forward(linear, v),
+                lambda v: checkpoint.checkpoint(v, x),
+                dlpack.to_dlpack,
+                dlpack.from_dlpack,
+                lambda v: callback.on_ready_callback(x, v),
+                lambda v: xla_builder.call_jax(print, v),
+            )
+        ),
+        *(lambda v=value: _XLAC.OpSharding([], [], [], v) for value in (99, None, "x", [1])),
+        lambda: xla_builder.call_jax(print, (x,), 5),
+        lambda: xla_builder.call_jax(print, (x,), {1: 2}),
+        *(lambda v=value: amp.autocast(v) for value in (5.5, "zz", None, "xla:3")),
+        *(lambda v=value: amp.autocast("xla", dtype=v) for value in (5, "bf16")),
+        *(lambda v=value: debug_metrics.counter_value(v) for value in (5, None)),
+        *(lambda v=value: debug_metrics.metric_data(v) for value in (5, None)),
+        lambda: debug_metrics.short_metrics_report(5),
+        lambda: debug_metrics.short_metrics_report(["MarkStep"], "CompileTime"),
+        lambda: torch_xla.utils.utils.getenv_as(5, int),
+        lambda: torch_xla.utils.utils.getenv_as("HOME", 5),
+        lambda: torch_xla.utils.utils.getenv_as("HOME", int),
+        lambda: torch_xla.debug.profiler.start_server(65536),
+        lambda: torch_xla.debug.profiler.start_trace(5),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=USE):
+            call()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        amp.GradScaler(scale=5)
+    with amp.autocast(torch_xla.device(), dtype=torch.bfloat16):
+        assert (x @ x.t()).dtype == torch.bfloat16
+    assert dlpack.from_dlpack(np.ones(2)).tolist() == [1.0, 1.0]
+    assert xla_builder.call_jax(jnp.sum, [x], {"axis": 0}).tolist() == [8.0] * 4
 
 
 def test_a_world_of_one_reduces_tensors_of_the_host_too():

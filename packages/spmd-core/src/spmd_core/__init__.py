@@ -45,9 +45,9 @@ from spmd_core.sharding.mesh import (
     Mesh,
     _rebuild_mesh,
     get_global_mesh,
-    parse_mesh,
     set_global_mesh,
 )
+from spmd_core.sharding.mesh_text import parse_mesh
 from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
 from spmd_core.steps.closures import add_step_closure, wait_for_closures
 from spmd_core.steps.compile import allow_execution, compile, step

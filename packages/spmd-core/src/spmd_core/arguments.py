@@ -11,18 +11,27 @@ from typing import Any, TypeVar, get_args
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def require_int(name: str, value: object, *, least: int | None = None) -> int:
+def require_int(
+    name: str, value: object, *, least: int | None = None, most: int | None = None
+) -> int:
     """The argument as an int.
+
+    Args:
+        name: the argument's.
+        value: what was given.
+        least: its least value.
+        most: its highest value, beside a least one.
 
     Raises:
         TypeError: it is not a whole number; a float or a bool is not one, whatever its value.
-        ValueError: it is less than `least`.
+        ValueError: it is less than `least`, or more than `most`.
 
     Example:
         >>> require_int("rounds", 2, least=1)
         2
     """
-    rule = f"{name} is a whole number" + ("" if least is None else f" of at least {least}")
+    limits = f" of at least {least}" if most is None else f" from {least} to {most}"
+    rule = f"{name} is a whole number" + ("" if least is None else limits)
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         example = 1 if least is None else max(least, 1)
         raise TypeError(
@@ -32,6 +41,8 @@ def require_int(name: str, value: object, *, least: int | None = None) -> int:
     number = operator.index(value)  # type: ignore[arg-type]
     if least is not None and number < least:
         raise ValueError(f"{rule}; got {value!r}. Write {least} or more.")
+    if most is not None and number > most:
+        raise ValueError(f"{rule}; got {value!r}. Write {most} or less.")
     return number
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from spmd_core.arguments import require_kind
 
+MAX_EMULATED_DEVICES = 4096  # on the host's CPU
+
 _GIB = 2**30
 _GB_PER_S = 1e9
 

@@ -87,7 +87,13 @@ def count(name: str, amount: int = 1) -> None:
 
 
 def count_fallback(overload: str, source: str) -> bool:
-    """Counts an operation that ran on the host; True for the first run of this operation."""
+    """Counts an operation that ran on the host; True for the first run of this operation.
+
+    Raises:
+        TypeError: an argument is no text.
+    """
+    require_kind("overload", overload, str, write="its name, such as 'aten::nonzero'")
+    require_kind("source", source, str, write="the line, such as 'train.py:12'")
     first = all(op != overload for op, _ in _fallbacks)
     _fallbacks[overload, source] += 1
     _counters["host_fallbacks"] += 1
@@ -95,7 +101,8 @@ def count_fallback(overload: str, source: str) -> bool:
 
 
 def record_program(record: ProgramRecord) -> None:
-    """Counts a compiled program and keeps its record."""
+    """Counts a compiled program and keeps its record. TypeError for another object."""
+    require_kind("record", record, ProgramRecord, write="a ProgramRecord")
     count("compiles")
     _programs.append(record)
     del _programs[:-_MAX_PROGRAM_RECORDS]

@@ -61,9 +61,10 @@ def to_torch(dtype: np.dtype) -> torch.dtype:
     """The torch dtype of a jax dtype. Raises TypeError if torch has none (for instance int4)."""
     try:
         return _TORCH_BY_JAX[np.dtype(dtype)]
-    except KeyError:
+    except (KeyError, TypeError):  # numpy knows no random keys
         raise TypeError(
-            f"torch has no dtype for jax's {dtype}; convert the array before it becomes a tensor."
+            f"an array that becomes a tensor has a dtype of torch; got {dtype}, for which torch "
+            "has none. Convert the array before."
         ) from None
 
 

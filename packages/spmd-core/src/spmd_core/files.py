@@ -29,21 +29,23 @@ class Unfinished:
         target: as above, without links.
 
     Raises:
-        OSError: the target is no regular file, or its folder cannot be written.
+        OSError: the target is no regular file, or its folder is missing or cannot be written.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = _regular(Path(target).expanduser().resolve())
-        _remove_leftovers(self.target)
-        while True:
-            name = f"{_stem(self.target)}.{secrets.token_hex(8)}.part"
-            self.path = self.target.with_name(name)
-            self._file = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-            )
-            if _is_locked(self._file) is not False and self.path.exists():
-                break
-            os.close(self._file)  # a writer that looked for leftovers at this moment has removed it
+        with _explained(target):
+            resolved = Path(target).expanduser().resolve()
+            _require_folder(resolved)
+            self.target = _regular(resolved)
+            _remove_leftovers(self.target)
+            while True:
+                name = f"{_stem(self.target)}.{secrets.token_hex(8)}.part"
+                self.path = self.target.with_name(name)
+                self._file = os.open(self.path, _NEW, 0o666)
+                if _is_locked(self._file) is not False and self.path.exists():
+                    break
+                # A writer that looked for leftovers at this moment has removed it.
+                os.close(self._file)
 
     def sync(self) -> None:
         """Waits until the content is on the disk."""
@@ -70,6 +72,21 @@ class Unfinished:
     def _close(self) -> None:
         file, self._file = self._file, -1
         os.close(file)
+
+
+@contextmanager
+def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, the system's refusal of a path becomes a sentence, in an error of its type."""
+    rule = "a file is written under a name that the system accepts, in a folder that it may change"
+    try:
+        yield
+    except ValueError as error:  # such as a null character
+        raise ValueError(f"{rule}; got {os.fspath(path)!r}: {error}. Correct the path.") from error
+    except OSError as error:
+        if error.errno is None:  # one of the sentences below
+            raise
+        text = f"{rule}; got {os.fspath(path)!r}: {error.strerror}. Name another path."
+        raise OSError(error.errno, text) from error
 
 
 @contextmanager
@@ -172,6 +189,16 @@ def _regular(path: Path) -> Path:
             "Name a file."
         )
     return path
+
+
+def _require_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        got = "is a file" if path.parent.exists() else "does not exist"
+        raise kind(
+            f"a file is written into a folder that exists; got {path}, where {path.parent} {got}. "
+            "Make the folder, or correct the path."
+        )
 
 
 def _stem(target: Path) -> str:

@@ -136,3 +136,20 @@ def test_sizes_that_no_tensor_has_raise_what_torch_raises(make):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
             make("xla")
+
+
+def test_dtypes_that_torch_only_stores_are_refused_by_name():
+    """Of a host tensor that is written or meets an operation; what torch can convert is copied."""
+    stored = {name: torch.empty(3, dtype=getattr(torch, name)) for name in ("int4", "uint1")}
+    for name, host in stored.items():
+        whole, part = torch.ones(3, device="xla"), torch.ones(2, 3, device="xla")
+        for call in (
+            lambda t=whole, h=host: t.copy_(h),
+            lambda t=part, h=host: t[1].copy_(h),
+            lambda t=part, h=host: t.__setitem__((0, 0), h[0]),
+        ):
+            with pytest.raises(NotImplementedError, match=f"dtypes .*; got torch.{name}. Convert"):
+                call()
+        assert whole.tolist() == [1.0] * 3 and part.sum().item() == 6.0
+    eights = torch.tensor([0.5, 2.0, -1.0]).to(torch.float8_e4m3fnuz)
+    assert torch.ones(3, device="xla").copy_(eights).tolist() == [0.5, 2.0, -1.0]

@@ -84,3 +84,12 @@ def test_emulated_devices_have_one_slice(name, slices):
 def test_at_least_one_slice():
     with pytest.raises(spmd.errors.PlanError, match=r"at least one slice; got 0. Pass --slices 1"):
         parse("v4-8", num_slices=0)
+
+
+def test_at_most_as_many_chips_as_exist():
+    with pytest.raises(
+        spmd.errors.PlanError,
+        match=r"at most 65536 chips; got 10+ slices of 4\. Pass --slices 16384 or",
+    ):
+        parse("v4-8", num_slices=10**6)
+    assert parse("v4-8", num_slices=16384).num_chips == 65536

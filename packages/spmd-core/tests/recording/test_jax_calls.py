@@ -188,3 +188,34 @@ def test_arrays_that_are_no_numbers_or_gone():
     with pytest.raises(ValueError, match=r"got a deleted one of shape \(3,\).* a copy made before"):
         spmd.from_jax(gone)
     assert spmd.from_jax(copied).tolist() == [1.0] * 3
+
+
+def test_results_that_are_constants_of_the_function():
+    x = torch.ones(2, device="xla", requires_grad=True)
+
+    def function(a):
+        return 5, 2.5, True, 1j, np.arange(2), a * 2
+
+    results = spmd.call_jax(function, x)
+    assert [r.tolist() for r in results] == [5, 2.5, True, 1j, [0, 1], [2.0, 2.0]]
+    assert [r.dtype for r in results[:4]] == [
+        torch.int32,
+        torch.float32,
+        torch.bool,
+        torch.complex64,
+    ]
+    (gradient,) = torch.autograd.grad(results[-1].sum(), x)
+    assert gradient.tolist() == [2.0, 2.0]
+
+
+def test_results_of_dtypes_that_torch_lacks():
+    x = torch.ones(2, device="xla")
+    for function in (
+        lambda a: a.astype(jnp.int4),
+        lambda a: jax.random.key(0),
+        lambda a: np.zeros(2, jax.dtypes.float0),
+    ):
+        with pytest.raises(
+            TypeError, match=r"has a dtype of torch; got .*, for which torch has none"
+        ):
+            spmd.call_jax(function, x)

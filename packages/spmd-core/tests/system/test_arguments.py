@@ -16,6 +16,7 @@ import spmd_core as spmd
 import spmd_data
 from spmd_core import debugging, metrics
 from spmd_core.debugging import profiler
+from spmd_core.modules import barrier, einsum_linear
 from spmd_core.modules.wrap_policies import size_based_auto_wrap_policy
 from spmd_core.runtime.processes import get_1d_mesh
 from spmd_core.sharding.sharding import Sharding
@@ -365,6 +366,103 @@ def test_functions_meshes_and_structures_are_refused_if_they_are_none():
     ):
         spmd.add_step_closure(print, 5)
     spmd.add_step_closure(print, [])
+
+
+def test_names_of_the_axes_of_a_device_mesh():
+    mesh = spmd.global_runtime_device_count()
+    for shape, names in (
+        ((mesh,), ("x", "y")),
+        ((1, mesh), ("x", "x")),
+        ((1, mesh), ("x",)),
+        ((1, mesh), "xy"),
+        ((mesh,), (1,)),
+        ((mesh,), ("",)),
+        ((mesh,), 5),
+    ):
+        with pytest.raises(
+            spmd.errors.MeshError, match=r"axis.?names? must .*; got .*\. (Pass|Write|Name|Rename) "
+        ):
+            spmd.dtensor.init_device_mesh("xla", shape, mesh_dim_names=names)
+    made = spmd.dtensor.init_device_mesh("xla", (1, mesh), mesh_dim_names=["x", "y"])
+    assert made.mesh_dim_names == ("x", "y")
+
+
+# Numbers far beyond what a program can take: each is refused at once, in a sentence.
+TOO_LARGE = {
+    "simulate": spmd.simulate,
+    "Mesh": lambda n: spmd.Mesh(range(n), (n,), ("x",)),
+    "Mesh of few": lambda n: spmd.Mesh(range(n), (8,), ("x",)),
+    "Mesh shape": lambda n: spmd.Mesh([0], (n,), ("x",)),
+    "parse_mesh": lambda n: spmd.parse_mesh("x=-1", n),
+    "1-D mesh": lambda n: get_1d_mesh("x", n),
+    "init_device_mesh": lambda n: spmd.dtensor.init_device_mesh("xla", (n,)),
+    "slices": lambda n: spmd.plan(print, topology="v4-8", num_slices=n),
+    "emulated": lambda n: spmd.plan(print, topology=f"cpu-{n}"),
+    "transfer threads": lambda n: spmd_data.MpDeviceLoader([], "xla", transfer_threads=n),
+    "prefetched batches": lambda n: spmd_data.MpDeviceLoader([], "xla", prefetch=n),
+    "tokens": lambda n: synthetic.SyntheticTokens(8, seq=n, vocab_size=4),
+    "images": lambda n: synthetic.SyntheticImages(8, size=n),
+    "rows": lambda n: spmd_data.ShardedSampler(8, batch_size=2).row_mask(0, n),
+    "seed": lambda n: random_state.manual_seed(n**3),
+    "port": profiler.start_server,
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_numbers_that_are_far_too_large_are_refused_at_once(name):
+    for number in (10**8, 10**18):
+        with pytest.raises(ValueError, match=r"; got .*\. (Write|Pass|Name|Ask) "):
+            TOO_LARGE[name](number)
+
+
+def test_objects_that_hold_tensors_lines_and_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, ids = torch.ones(4, 3, device="xla"), torch.zeros(4, dtype=torch.int64, device="xla")
+    sharding = spmd.ShardingSpec(get_1d_mesh("x"), ("x",), minibatch=True)
+    sharded = spmd.mark_sharding(torch.ones(8, device="xla"), get_1d_mesh("x"), ("x",))
+    before = metrics.counters()
+    for value in (5, None, "text"):
+        for call in (
+            lambda v=value: spmd.linear_cross_entropy(v, x, ids),
+            lambda v=value: spmd.linear_cross_entropy(x, x, v),
+            lambda v=value: spmd.document_attention(v, x, x, ids),
+            lambda v=value: spmd.document_attention(x, x, x, v),
+            lambda v=value: spmd.from_process_local(v, sharding),
+            lambda v=value: spmd.from_process_local(torch.ones(8), v),
+            lambda v=value: barrier.apply_backward_optimization_barrier(v),
+            lambda v=value: einsum_linear.apply_einsum_linear(v),
+            lambda v=value: sharded.load_local_shards_(v),
+            lambda v=value: sharded.load_local_shards_([v]),
+            lambda v=value: metrics.record_program(v),
+            lambda v=value: metrics.device_kind(v),
+        ):
+            with pytest.raises(TypeError, match=r" is of type .*; got .*, of type .*\. Write "):
+                call()
+    for value in (5, None):
+        for call in (
+            lambda v=value: metrics.count_fallback(v, "line"),
+            lambda v=value: metrics.count_fallback("aten::nonzero", v),
+            lambda v=value: profiler.start_trace(v),
+            lambda v=value: profiler.Trace(v),
+            lambda v=value: profiler.StepTrace(v),
+            lambda v=value: profiler.trace_me(v),
+            lambda v=value: spmd.initialize_cache(v),
+        ):
+            with pytest.raises(TypeError, match=r" is of type str.*; got .*, of type .*\. Write "):
+                call()
+    for function in (spmd.send_to_device, spmd.to_cpu):
+        with pytest.raises(
+            TypeError, match=r"got an iterator of type generator\. Write list\(data"
+        ):
+            function(t for t in [x])
+    with pytest.raises(TypeError, match=r"what is saved has a pickle: .* Save a module's"):
+        spmd.save({"function": lambda: 0}, "file")
+    with open("text", "w") as text, pytest.raises(TypeError, match="a file opened with 'wb'"):
+        spmd.save({}, text)
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=r"process's part of .*\. Use dense"):
+        spmd.from_process_local(torch.eye(8).to_sparse(), sharding)
+    assert {**metrics.counters(), "uploads": 0} == {**before, "uploads": 0}
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 # Calls that eager torch refuses, by a device.

@@ -14,6 +14,8 @@ from spmd_core.arguments import checked, require_callable, require_int
 from spmd_core.errors import DataError
 from spmd_data.sampler import ShardedSampler, Tail, require_samples
 
+_MOST_WORKERS = 1024  # processes of this host
+
 
 @checked(batch_size=1, num_workers=0)
 def sharded_dataloader(
@@ -71,7 +73,7 @@ def sharded_dataloader(
     else:
         sampler = ShardedSampler.of_mesh(dataset, mesh, axis, **options)
     context = None
-    if require_int("num_workers", num_workers, least=0):
+    if require_int("num_workers", num_workers, least=0, most=_MOST_WORKERS):
         context = multiprocessing.get_context("forkserver")
         # Imported once in the server, instead of in each worker. (Not the main module, which Python
         # runs again in each worker; it warns if that is imported already.) Has an effect only

@@ -19,16 +19,16 @@ from spmd_core.arguments import checked, require_kind, require_number
 from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.runtime import interrupts
-from spmd_core.tensor.logical_device import as_device
 from spmd_data import counters
 from spmd_data.matching import InputSharding, may_give_parts
 from spmd_data.pipeline import Pipeline
-from spmd_data.placement import BatchPlacement, UnevenBatch, is_spmd_device
+from spmd_data.placement import BatchPlacement, UnevenBatch, as_target, is_spmd_device
 from spmd_data.sources import Source, require_batches, source_of
 
 interrupts.keep_whole(__file__)
 
 _JOIN_TIMEOUT_S = 30.0
+MOST_THREADS, MOST_BATCHES = 256, 2**20  # each thread and each batch takes memory
 
 
 class ScalarWriter(Protocol):
@@ -78,7 +78,7 @@ class MpDeviceLoader:
 
     Raises:
         TypeError: `loader` is nothing that gives batches, or `device` is no device.
-        DeviceMismatchError: `device` names none.
+        DeviceMismatchError: `device` names none, or one that holds no values here.
         DataError: an argument breaks one of the rules above; by `next()`, if an epoch gave no
             batch, such as the second one over a generator, or `uneven_batch` dropped all. (An
             exception of the wrapped loader or of the transfer is raised by the `next()` whose batch
@@ -111,13 +111,15 @@ class MpDeviceLoader:
         self._loader = loader
         rows = getattr(loader, "batch_size", None)
         self._placement = BatchPlacement(
-            as_device("device", device),
+            as_target("device", device),
             input_sharding,
             _checked_policy(uneven_batch),
             full_rows=rows if isinstance(rows, int) else None,
         )
         self._prefetch = _checked_count("prefetch", prefetch, least=0)
-        self._transfer_threads = _checked_count("transfer_threads", transfer_threads)
+        self._transfer_threads = _checked_count(
+            "transfer_threads", transfer_threads, most=MOST_THREADS
+        )
         self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
         if not require_number("stall_warning_s", stall_warning_s) > 0:
             raise DataError(
@@ -342,11 +344,13 @@ def _makes_each_anew(loader: Iterable[Any]) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
-def _checked_count(name: str, value: int, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _checked_count(name: str, value: int, *, least: int = 1, most: int = MOST_BATCHES) -> int:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:
         what = "threads" if name == "transfer_threads" else "batches"
+        limit = f"at most {most}" if is_int and value > most else f"at least {least}"
         raise DataError(
-            f"{name} must be a whole number of {what}, at least {least}; got {value!r}. "
+            f"{name} must be a whole number of {what}, {limit}; got {value!r}. "
             f"Pass for instance {name}=2."
         )
     return value

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import dtypes
+from spmd_core.arguments import require_kind
 from spmd_core.errors import DataError
 from spmd_core.steps import structures
 
@@ -54,10 +56,21 @@ class MissingShardingError(DataError, KeyError):
 class OptionalKeys(dict[str, Any]):
     """A dict of shardings whose keys a batch may lack.
 
+    Args:
+        shardings: a dict; empty if it is left out.
+        more: further keys.
+
+    Raises:
+        TypeError: `shardings` is no dict.
+
     Example:
         >>> OptionalKeys(input_ids=None, weight=None)
         {'input_ids': None, 'weight': None}
     """
+
+    def __init__(self, shardings: Mapping[str, Any] = MappingProxyType({}), /, **more: Any) -> None:
+        require_kind("shardings", shardings, Mapping, write="for instance OptionalKeys(x=None)")
+        super().__init__(shardings, **more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

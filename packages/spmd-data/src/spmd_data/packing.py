@@ -20,6 +20,7 @@ from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 
 NO_TARGET = -100  # ignored by torch's cross entropy (`ignore_index`)
+_MOST_TOKENS = 2**24
 PADDING_ID = -1  # the document id of padding
 
 
@@ -80,7 +81,7 @@ def layout(
 
     Args:
         lengths: tokens of each document; a document without tokens has no piece.
-        seq: tokens of a sequence (T), at least 1.
+        seq: tokens of a sequence (T), from 1 to 2**24.
         packing: a `Packing` or its value.
 
     Raises:
@@ -100,11 +101,13 @@ def layout(
         ) from None
     sizes = np.asarray(lengths, np.int64)
     seq = require_int("seq", seq)
-    if seq < 1 or (sizes < 0).any():
+    if not 1 <= seq <= _MOST_TOKENS or (sizes < 0).any():
         raise DataError(
-            "a sequence has at least 1 token and a document at least 0; got "
+            f"a sequence has from 1 to {_MOST_TOKENS} tokens and a document at least 0; got "
             f"seq={seq} and a least length of {sizes.min() if sizes.size else 0}. Correct them."
         )
+    # In longer ones all documents are in the first sequence, and need no more room.
+    seq = min(seq, max(int(sizes.sum()), 1))
     return _stream(sizes, seq) if packing is Packing.STREAM else _first_fit(sizes, seq)
 
 
@@ -145,7 +148,9 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 f"got {type(documents).__name__}. Write TokenStream or cached_tokens."
             )
         self._documents, self._seq = documents, seq
-        self._padding_token = require_int("padding_token", padding_token)
+        self._padding_token = require_int(
+            "padding_token", padding_token, least=-(2**63), most=2**63 - 1
+        )
         self.layout = layout(documents.lengths, seq, packing)
 
     @property
@@ -227,6 +232,10 @@ class TokenStream:
 
     def tokens(self, document: int) -> np.ndarray:
         """The tokens of a document: a view."""
+        if not 0 <= document < len(self.starts):
+            raise IndexError(
+                f"document {document} is out of range for {len(self.starts)} documents"
+            )
         end = self.starts[document + 1] if document + 1 < len(self.starts) else len(self.stream)
         return self.stream[self.starts[document] : end]
 

@@ -10,11 +10,12 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import dtypes
-from spmd_core.errors import DataError
+from spmd_core.errors import DataError, DeviceMismatchError
 from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
 from spmd_core.recording import layouts
 from spmd_core.steps import structures
+from spmd_core.tensor.logical_device import as_device
 from spmd_data.matching import InputSharding, Leaf, matched, require_shardings, text
 
 ROW_MASK = "row_mask"
@@ -168,6 +169,30 @@ class BatchPlacement:
         if _is_part(leaf.spec):
             return process_data.global_tensor(leaf.tensor, leaf.spec)
         return upload_sharded(leaf.tensor, leaf.spec)
+
+
+def as_target(name: str, value: object) -> torch.device:
+    """The device that an argument names, to which batches are moved.
+
+    Raises:
+        TypeError: it is no device, name or number.
+        DeviceMismatchError: the name is of no device, or of one that holds no values here.
+    """
+    device = as_device(name, value)
+    reason: Exception | str | None = None
+    if device.type == "meta":
+        reason = "its tensors have no values"
+    elif not is_spmd_device(device):
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # each device type has its own
+            reason = error
+    if reason is not None:
+        raise DeviceMismatchError(
+            f"{name} is 'xla', or a device on which this torch computes, such as 'cpu'; got "
+            f"{str(device)!r}: {str(reason).splitlines()[0]}. Write {name}='xla'."
+        ) from (reason if isinstance(reason, Exception) else None)
+    return device
 
 
 def is_spmd_device(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import BatchPart, parts_of_processes
-from spmd_data.saved_states import check_same
+from spmd_data.saved_states import check_counts, check_same
 
 _FORMAT = 1
 _CHUNK = 8192  # positions computed at a time: little memory, and no Python loop over samples
@@ -193,6 +193,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
                 f"the keys {sorted(map(str, state))} and format {state.get('format')!r}. "
                 "Pass what state_dict() returned."
             )
+        check_counts(state, ("epoch", "samples"), who="a sampler")
         check_same(
             self.fingerprint(),
             state["source"],
@@ -227,7 +228,15 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
         Returns:
             bool, of shape (count,).
+
+        Raises:
+            DataError: an epoch has no such rows.
         """
+        if start + count > self.num_samples // self.num_parts:
+            raise DataError(
+                f"an epoch has {self.num_samples // self.num_parts} rows in this part; got {count} "
+                f"from row {start} on. Ask for rows that it has."
+            )
         rows = np.arange(start, start + count)
         return rows * self.num_parts + self.part < self._num_samples
 
@@ -291,9 +300,10 @@ def uneven_tail(num_samples: int, divisor: int) -> DataError:
 
 def require_samples(dataset: object) -> None:
     """Raises TypeError for a dataset without a length and samples by index."""
-    if isinstance(dataset, str | bytes) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    is_no_sequence = isinstance(dataset, str | bytes) or (
+        isinstance(dataset, Mapping) and 0 not in dataset
+    )
+    if is_no_sequence or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             "a dataset has a length and samples by index, len(dataset) and dataset[0]; got "
             f"one of type {type(dataset).__name__}. Write for instance a TensorDataset."

@@ -1,6 +1,6 @@
 """Checks that a saved state belongs to the data that it is loaded into."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_core.errors import DataError
@@ -16,8 +16,13 @@ def check_same(now: Mapping[str, Any], then: Mapping[str, Any], *, who: str, adv
         advice: the error's last sentence.
 
     Raises:
-        DataError: they differ.
+        DataError: they differ, or the saved state has no identity.
     """
+    if not isinstance(then, Mapping):
+        raise DataError(
+            f"the state of {who} has a source, a dict; got {then!r}. Pass what state_dict() "
+            "returned."
+        )
     differing = sorted(key for key in {**now, **then} if now.get(key) != then.get(key))
     if differing:
         raise DataError(
@@ -27,3 +32,14 @@ def check_same(now: Mapping[str, Any], then: Mapping[str, Any], *, who: str, adv
             + ", ".join(f"{key} {then.get(key)!r}" for key in differing)
             + f". {advice}"
         )
+
+
+def check_counts(state: Mapping[str, Any], keys: Sequence[str], *, who: str) -> None:
+    """Raises DataError for a saved number that is no whole number, or is negative."""
+    for key in keys:
+        value = state[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DataError(
+                f"the state of {who} counts its {key} from 0 on; got {value!r}. Pass what "
+                "state_dict() returned."
+            )

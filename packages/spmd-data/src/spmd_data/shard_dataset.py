@@ -11,7 +11,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.errors import DataError
-from spmd_data.sampler import Tail, process_part, uneven_tail
+from spmd_data.sampler import Tail, process_part, require_samples, uneven_tail
 
 
 def shard_dataset(
@@ -43,6 +43,7 @@ def shard_dataset(
             `ShardedSampler`.)
 
     Raises:
+        TypeError: `dataset` has no samples by index, or `mesh` is none.
         DataError: see `tail`; or the mesh gives the processes parts that overlap or differ in size.
         PartitionSpecError: the mesh has no such axis.
     """
@@ -70,6 +71,7 @@ def every_kth(dataset: Any, part: int, num_parts: int, *, tail: Tail | str = Tai
                 f"{type(dataset).__name__}. Pass a Dataset, a sequence or an iterable."
             )
         return _EveryKth(dataset, part, num_parts, tail)
+    require_samples(dataset)
     rest = len(dataset) % num_parts
     if rest and tail is Tail.ERROR:
         raise uneven_tail(len(dataset), num_parts)

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from spmd_core.errors import DataError
-from spmd_data.saved_states import check_same
+from spmd_data.saved_states import check_counts, check_same
 
 FORMAT = 1
 
@@ -62,6 +62,7 @@ class Source(abc.ABC):
                 "a loader's state has an epoch, batches and a source; got one without "
                 f"{', '.join(missing)}. Pass what state_dict() returned."
             )
+        check_counts(state, ("epoch", "batches"), who="a loader")
         self._check(state)
         self._load(state)
         self.epoch = state["epoch"]

@@ -65,7 +65,7 @@ class SyntheticTokens(Synthetic):
 
     Args:
         num_samples: the dataset's length.
-        seq: tokens in a sequence (T).
+        seq: tokens in a sequence (T), at most 2**24.
         vocab_size: tokens are from 0 to `vocab_size - 1`.
         seconds_per_batch, seed: see `Synthetic`.
     """
@@ -81,8 +81,8 @@ class SyntheticTokens(Synthetic):
         seed: int = 0,
     ) -> None:
         super().__init__(num_samples, seconds_per_batch=seconds_per_batch, seed=seed)
-        self._seq = require_int("seq", seq, least=1)
-        self._vocab_size = require_int("vocab_size", vocab_size, least=1)
+        self._seq = require_int("seq", seq, least=1, most=2**24)
+        self._vocab_size = require_int("vocab_size", vocab_size, least=1, most=2**63 - 1)
 
     def _batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         numbers = self._numbers(indices, self._seq + 1) % np.uint64(self._vocab_size)
@@ -95,8 +95,8 @@ class SyntheticImages(Synthetic):
 
     Args:
         num_samples: the dataset's length.
-        size: rows and columns.
-        channels: of an image.
+        size: rows and columns, at most 2**14.
+        channels: of an image, at most 1024.
         num_classes: labels are from 0 to `num_classes - 1`.
         seconds_per_batch, seed: see `Synthetic`.
     """
@@ -113,9 +113,9 @@ class SyntheticImages(Synthetic):
         seed: int = 0,
     ) -> None:
         super().__init__(num_samples, seconds_per_batch=seconds_per_batch, seed=seed)
-        size = require_int("size", size, least=1)
-        self._shape = (require_int("channels", channels, least=1), size, size)
-        self._num_classes = require_int("num_classes", num_classes, least=1)
+        size = require_int("size", size, least=1, most=2**14)
+        self._shape = (require_int("channels", channels, least=1, most=1024), size, size)
+        self._num_classes = require_int("num_classes", num_classes, least=1, most=2**63 - 1)
 
     def _batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         pixels = self._numbers(indices, int(np.prod(self._shape))).astype(np.uint8)

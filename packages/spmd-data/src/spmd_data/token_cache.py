@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable, require_kind
 from spmd_core.errors import DataError
 
 _FORMAT = 2
@@ -30,6 +31,7 @@ _TOKENS, _KEY = "tokens.arrow", "key.json"
 _COLUMN = "tokens"
 _BATCH = 1000  # documents that are encoded and written at once
 _FIRST_WAIT_S = 5.0
+_MADE = "cached_tokens(...), which makes a cache, or the folder of one that it made"
 _log = logging.getLogger(__name__)
 
 
@@ -43,10 +45,20 @@ class TokenCache:
 
     Attributes:
         folder: as above.
+
+    Raises:
+        TypeError: `folder` is no path.
+        DataError: there is no cache in it.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require_kind("folder", folder, str, os.PathLike, write=_MADE)
         self.folder = Path(folder)
+        if not (self.folder / _TOKENS).is_file():
+            raise DataError(
+                f"a cache of tokens is a folder with the file {_TOKENS}; got {str(folder)!r}, "
+                f"which has none. Write {_MADE}."
+            )
 
     @cached_property
     def dataset(self) -> Any:
@@ -106,7 +118,7 @@ def cached_tokens(
     encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]],
     *,
     key: Mapping[str, Any],
-    cache_dir: str | Path,
+    cache_dir: str | os.PathLike[str],
     num_documents: int | None = None,
     progress: bool = True,
 ) -> TokenCache:
@@ -119,7 +131,7 @@ def cached_tokens(
 
     Args:
         documents: the texts; they are read only if there is no cache for this key.
-        encode: gives the tokens of each text of a list, as integers below 2**31.
+        encode: gives the tokens of each text of a list, as integers from 0 to 2**31 - 1.
         key: what determines the tokens, in JSON's types: the texts' source and its version, the
             tokenizer. Each key has a cache of its own.
         cache_dir: the folder that holds caches; created if it is missing.
@@ -127,16 +139,31 @@ def cached_tokens(
         progress: whether a bar on stderr shows the writing, if stderr is a terminal.
 
     Raises:
-        DataError: there are no documents, `encode` gives another number of lists than it got, or
-            the package `datasets` is missing.
+        TypeError: `documents` are no list of texts, `encode` is no function, `key` has other types
+            than JSON's, or `cache_dir` is no path.
+        DataError: there are no documents, `encode` gives something else than one list of tokens for
+            each text, `cache_dir` cannot be made, or the package `datasets` is missing.
     """
+    if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
+        raise TypeError(
+            f"documents are a list of texts, or another iterable of them; got {_shown(documents)}, "
+            f"of type {type(documents).__name__}. Write [text] for a single one."
+        )
+    require_callable("encode", encode)
+    require_kind("cache_dir", cache_dir, str, os.PathLike, write="the path of a folder for caches")
+    text = _key_text(key)
     root = Path(cache_dir).expanduser()
-    text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:20]
     folder = root / name
     if _damage(folder) is not None:
         _library()
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"cache_dir is a folder, or a path where one can be made; got {str(root)!r}: "
+                f"{error.strerror}. Pass another path."
+            ) from error
         with _lock(root / f"{name}.lock"):
             damage = _damage(folder)  # another process may have written by now
             if damage is not None:
@@ -163,6 +190,22 @@ def cached_tokens(
                 finally:
                     shutil.rmtree(scratch, ignore_errors=True)
     return TokenCache(folder)
+
+
+def _key_text(key: Mapping[str, Any]) -> str:
+    """A key as JSON. Raises TypeError for what JSON has no form of its own for."""
+    rule = "key maps names to values of JSON's types: text, numbers, True, None, lists, dicts"
+    advice = "Write for instance key={'source': 'corpus-2', 'tokenizer': 'gpt2'}."
+    if not isinstance(key, Mapping) or any(not isinstance(name, str) for name in key):
+        raise TypeError(f"{rule}; got {_shown(key)}, of type {type(key).__name__}. {advice}")
+    try:
+        return json.dumps({"format": _FORMAT, **key}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{rule}; got {_shown(key)}: {error}. {advice}") from error
+
+
+def _shown(value: object) -> str:
+    return " ".join(repr(value).split())[:80]
 
 
 def _damage(folder: Path) -> str | None:
@@ -218,13 +261,20 @@ def _write(
     with bar, ArrowWriter(path=str(path), features=features) as writer:
         rest = iter(documents)
         while texts := list(islice(rest, _BATCH)):
+            if not all(isinstance(text, str) for text in texts):
+                kinds = sorted({type(text).__name__ for text in texts})
+                raise DataError(
+                    f"documents are texts; got some of type {', '.join(kinds)}. Pass their texts."
+                )
             found = encode(texts)
-            if len(found) != len(texts):
+            is_list = hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping)
+            if not is_list or len(found) != len(texts):
+                got = len(found) if is_list else f"a {type(found).__name__}"
                 raise DataError(
                     "encode() gives one list of tokens for each text; got "
-                    f"{len(found)} for {len(texts)} texts. Return a list of lists."
+                    f"{got} for {len(texts)} texts. Return a list of lists."
                 )
-            writer.write_batch({_COLUMN: [np.asarray(tokens, np.int32) for tokens in found]})
+            writer.write_batch({_COLUMN: [_as_tokens(tokens) for tokens in found]})
             num_written += len(texts)
             bar.update(len(texts))
         if num_written == 0:
@@ -233,6 +283,23 @@ def _write(
                 "iterable reads."
             )
         writer.finalize()
+
+
+def _as_tokens(found: Any) -> np.ndarray:
+    """What `encode` gave for one text, as int32."""
+    try:
+        values = np.asarray(found)
+    except ValueError:  # lists of several lengths
+        values = np.asarray(None)
+    if values.ndim == 1 and not len(values):
+        return np.zeros(0, np.int32)
+    is_list = values.ndim == 1 and values.dtype.kind in "iu"
+    if not is_list or values.min() < 0 or values.max() >= 2**31:
+        raise DataError(
+            "encode() gives for each text a list of integers from 0 to 2**31 - 1; got "
+            f"{_shown(found)}. Return the tokens' numbers."
+        )
+    return values.astype(np.int32)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 import spmd_core as spmd
 from spmd_core import debugging, dtypes
 from spmd_core import metrics as _metrics
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
@@ -38,7 +38,13 @@ class OpSharding:
         replication_groups: Sequence[Sequence[int]],
         sharding_type: int,
     ) -> None:
-        self.type = ShardingType(int(sharding_type))
+        found = next((one for one in ShardingType if one == sharding_type), None)
+        if found is None:
+            names = ", ".join(f"{int(one)} ({one.name})" for one in ShardingType)
+            raise ValueError(
+                f"a sharding's type is one of {names}; got {sharding_type!r}. Use one of them."
+            )
+        self.type = found
         self.tile_assignment, self.group_assignment, self.replication_groups = (
             tile_assignment,
             group_assignment,
@@ -100,6 +106,7 @@ class XlaShardingSpec:
 
     @checked()
     def __init__(self, tensor: torch.Tensor, op_sharding: Any, minibatch: bool = False) -> None:
+        require_kind("tensor", tensor, torch.Tensor, write="a tensor")
         self.global_shape, self.sharding, self.minibatch = (
             tuple(tensor.shape),
             op_sharding,
@@ -125,12 +132,17 @@ def _xla_get_default_device() -> str:
 
 
 def _own(t: torch.Tensor) -> XLAShardedTensor:
+    require_kind("tensor", t, torch.Tensor, write="a tensor on device 'xla'")
     if not isinstance(t, XLAShardedTensor):
         raise RuntimeError(
             f"a tensor on device 'xla' is needed; got one on {t.device}. "
             "Move it first: t = t.to('xla')."
         )
     return t
+
+
+def _require_list(name: str, tensors: object) -> None:
+    require_kind(name, tensors, list, tuple, write="the tensors in a list")
 
 
 def _get_xla_sharding_spec(t: torch.Tensor) -> str:
@@ -163,11 +175,13 @@ def _get_xla_op_sharding(t: torch.Tensor) -> OpSharding | None:
 
 
 def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
+    _require_list("tensors", tensors)
     return [_get_xla_sharding_spec(t) for t in tensors]
 
 
 def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with each computed one replaced by a copy, which is pending."""
+    _require_list("tensors", tensors)
     return [
         t if storage.read(_own(t)._handle).data is None else t.detach().clone() for t in tensors
     ]
@@ -297,6 +311,9 @@ def _global_tensor_from_cpu_shards(
             not make a tensor of `global_shape`.
     """
     devices = spmd.global_runtime_device_count()
+    _require_list("blocks", blocks)
+    for block in blocks:
+        require_kind("a block", block, torch.Tensor, write="a tensor")
     if len(blocks) != devices:
         raise RuntimeError(
             f"there must be one shard for each device; got {len(blocks)} for {devices} devices. "

@@ -1,13 +1,13 @@
 """Top-level functions of the package: devices, steps, compiled functions, seeds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import spmd_core as spmd
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable, require_kind
 from spmd_core.runtime import processes
 from spmd_core.torch_backend import random_state
 from torch_xla._environment import is_set
@@ -69,7 +69,7 @@ def compile(
     `custom_compile_options` apply to all programs from now on.
     """
     if custom_compile_options is not None:
-        set_custom_compile_options(custom_compile_options)
+        _set_compile_options("custom_compile_options", custom_compile_options)
     return spmd.compile(
         f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs
     )
@@ -79,7 +79,16 @@ def set_custom_compile_options(options: dict[str, Any]) -> None:
     """Sets XLA's own compiler options for all programs from now on; an empty dict clears them.
 
     They are stored in `spmd_core.config.compiler_options`.
+
+    Raises:
+        TypeError: `options` is no dict of XLA's names to texts, numbers and booleans.
     """
+    _set_compile_options("options", options)
+
+
+def _set_compile_options(name: str, options: dict[str, Any]) -> None:
+    write = "a dict of XLA's options, such as {'xla_cpu_enable_fast_math': False}"
+    require_kind(name, options, Mapping, write=write)
     spmd.config.compiler_options = dict(options)
 
 
@@ -102,8 +111,11 @@ def launch(
     """Runs `fn(0, *args)` in this process; warns of it unless `debug_single_process` asks for it.
 
     Raises:
+        TypeError: `fn` is no function, or `args` no list of its arguments.
         NotImplementedError: SPMD mode is on; there one process drives all devices.
     """
+    require_callable("fn", fn)
+    require_kind("args", args, tuple, list, write="the arguments after the first in a tuple")
     if spmd.is_spmd():
         refuse(
             "torch_xla.launch",

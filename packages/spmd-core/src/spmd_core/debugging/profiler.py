@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.program import execution
 from spmd_core.runtime import devices, in_flight, processes
@@ -41,9 +41,11 @@ def start_server(port: int, *, only_on_master: bool = True) -> None:
             process; the call does nothing in the others.
 
     Raises:
+        ValueError: there is no such port.
         SpmdError: the server runs already, or cannot listen on the port.
     """
     global _server
+    require_int("port", port, least=0, most=65535)
     devices.all_devices()
     if only_on_master and not processes.is_master(local=True):
         return
@@ -77,9 +79,11 @@ def start_trace(logdir: str | os.PathLike[str]) -> None:
     """Starts recording a trace of host and devices, until `stop_trace`. Does not wait.
 
     Raises:
+        TypeError: `logdir` is no path.
         SpmdError: a trace is being recorded already.
     """
     global _logdir
+    require_kind("logdir", logdir, str, os.PathLike, write="the path of a folder for traces")
     if _logdir is not None:
         raise SpmdError(
             f"one trace is recorded at a time; one into {_logdir} is running. "
@@ -152,12 +156,16 @@ class Trace(ContextDecorator):
         name: the name that the trace shows.
         **facts: metadata that the trace shows with it.
 
+    Raises:
+        TypeError: `name` is no text.
+
     Example:
         >>> with Trace("data"):
         ...     batch = [1, 2]
     """
 
     def __init__(self, name: str, **facts: Any) -> None:
+        require_kind("name", name, str, write="the name that the trace shows, such as 'data'")
         self.name, self._facts = name, facts
         self._annotation: Any = None
 

@@ -161,7 +161,11 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 source = source.detach()
         require_dense(source, "a copy from a tensor")
         inference.infer(aten.copy_.default, (target, source), {}, spec_of)
-        host = source.detach().to(device="cpu", dtype=target.dtype)
+        try:
+            host = source.detach().to(device="cpu", dtype=target.dtype)
+        except NotImplementedError:  # a dtype that torch stores, but does not convert
+            inference.require_dtype(source.dtype)
+            raise
         if isinstance(handle, Storage) and host.shape == target.shape:
             dtypes.to_jax(host.dtype)
             data = (

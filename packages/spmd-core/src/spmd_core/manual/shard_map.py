@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import require_callable
+from spmd_core.arguments import require_callable, require_kind
 from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.manual.collectives import all_reduce, axis_group
@@ -260,9 +260,11 @@ def disable_manual_sharding(
 
     Raises:
         MeshError: `mesh` is None and no global mesh is set.
+        TypeError: `full_shape` is no list of sizes.
         PartitionSpecError: `full_shape` is not the shape that the blocks make up.
     """
     devices.require_spmd("disable_manual_sharding")
+    require_kind("full_shape", full_shape, tuple, list, write="the sizes of the whole tensor")
     result = leave(t, manual_axes(given_or_global(mesh, "a manual region")), partition_spec)
     if tuple(result.shape) != tuple(full_shape):
         raise PartitionSpecError(

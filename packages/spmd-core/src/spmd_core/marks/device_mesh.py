@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, UnsupportedOpError
 from spmd_core.runtime import devices
-from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh, given_or_global
+from spmd_core.sharding.mesh import (
+    Mesh,
+    check_devices,
+    checked_grid,
+    get_global_mesh,
+    given_or_global,
+)
 
 AnyMesh: TypeAlias = DeviceMesh | Mesh
 
@@ -41,7 +47,8 @@ def init_device_mesh(
     The mesh can be sliced by name, as in `mesh["tp"]`.
 
     Raises:
-        MeshError: another device type, or the product of the shape is not the number of devices.
+        MeshError: another device type, the product of the shape is not the number of devices, or
+            the names are not one for each axis.
     """
     if device_type != "xla":
         raise MeshError(
@@ -49,16 +56,15 @@ def init_device_mesh(
             f"got {device_type!r}. "
             "For others use torch.distributed.init_device_mesh."
         )
-    shape, count = tuple(mesh_shape), devices.global_runtime_device_count()
+    shape, names = checked_grid(mesh_shape, mesh_dim_names)
+    count = devices.global_runtime_device_count()
     if math.prod(shape) != count:
         raise MeshError(
             "the product of mesh_shape must be the number of devices; "
             f"got {shape} with product {math.prod(shape)} for {count} devices. "
             f"Write for instance ({count},), or build DeviceMesh('xla', ids) over some of them."
         )
-    return torch_device_mesh.init_device_mesh(
-        "xla", shape, mesh_dim_names=None if mesh_dim_names is None else tuple(mesh_dim_names)
-    )
+    return torch_device_mesh.init_device_mesh("xla", shape, mesh_dim_names=names)
 
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:

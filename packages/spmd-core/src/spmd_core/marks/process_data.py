@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from spmd_core import dtypes
+from spmd_core.arguments import require_kind
 from spmd_core.errors import DataError, DeviceMismatchError
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
 from spmd_core.program.leaves import marked_placement
+from spmd_core.recording.layouts import require_dense
 from spmd_core.runtime import agreement, buffers, devices, processes
 from spmd_core.sharding.mesh import Mesh, check_devices
 from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
@@ -119,6 +121,8 @@ def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
         The global tensor, marked.
 
     Raises:
+        TypeError: `t` is no tensor, or `spec` no ShardingSpec.
+        UnsupportedOpError: `t` is not dense.
         DataError: a part does not divide into the blocks that the process holds, the processes'
             data do not fit together, or `t` requires grad.
         DeviceMismatchError: `t` is not on the CPU.
@@ -131,6 +135,10 @@ def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
         >>> from_process_local(torch.zeros(16, 4), spec).shape
         torch.Size([16, 4])
     """
+    require_kind("t", t, torch.Tensor, write="a tensor, such as torch.as_tensor(data)")
+    write = "ShardingSpec(mesh, partition_spec, minibatch=True)"
+    require_kind("spec", spec, ShardingSpec, write=write)
+    require_dense(t, "a process's part of a tensor")
     check_alike([("the tensor", t, spec)])
     return global_tensor(t, spec)
 

@@ -102,7 +102,12 @@ def mfu(
 
 
 def device_kind(device: torch.device) -> str:
-    """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200"."""
+    """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200".
+
+    Raises:
+        TypeError: `device` is none.
+    """
+    require_kind("device", device, torch.device, write="torch.device('xla')")
     return str(device_attributes()[0]["kind"]) if device.type == "xla" else device.type
 
 

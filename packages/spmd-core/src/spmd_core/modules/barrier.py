@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import torch
 
+from spmd_core.arguments import require_kind
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import read
 from spmd_core.ops import registry
@@ -40,8 +41,10 @@ def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Non
     for the device.
 
     Raises:
-        DeviceMismatchError: not a tensor on device `xla`.
+        TypeError: not a tensor or a list of them.
+        DeviceMismatchError: not on device `xla`.
     """
+    require_kind("tensors", tensors, torch.Tensor, list, tuple, write="the tensors in a list")
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     handles = [device_tensor(t, "optimization_barrier_")._handle for t in given]
     if not given:
@@ -55,7 +58,11 @@ def apply_backward_optimization_barrier(module: torch.nn.Module) -> torch.nn.Mod
     """Puts a barrier after the module's gradients in every backward pass. Returns the module.
 
     These are the gradients of its parameters and of its inputs, behind one barrier.
+
+    Raises:
+        TypeError: `module` is none.
     """
+    require_kind("module", module, torch.nn.Module, write="a torch.nn.Module")
 
     def hook(module: torch.nn.Module, grad_input: _Gradients, grad_output: _Gradients) -> None:
         inputs = grad_input if isinstance(grad_input, tuple) else (grad_input,)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.dispatch.composite import explicit_mask, may_record_attention, recorded_attention
 from spmd_core.errors import SpmdError
 from spmd_core.ops.attention import is_documents
@@ -77,6 +77,8 @@ def document_attention(
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, ids: torch.Tensor) -> None:
+    for name, given in (("query", query), ("key", key), ("document_ids", ids)):
+        require_kind(name, given, torch.Tensor, write="a tensor on device 'xla'")
     if not is_documents(ids.dtype):
         raise SpmdError(
             f"document_ids are integers; got {ids.dtype}. Number the documents, and convert with "

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
@@ -155,7 +155,11 @@ def apply_einsum_linear(module: nn.Module) -> nn.Module:
 
     Returns:
         The module.
+
+    Raises:
+        TypeError: `module` is none.
     """
+    require_kind("module", module, nn.Module, write="a torch.nn.Module")
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = EinsumLinear

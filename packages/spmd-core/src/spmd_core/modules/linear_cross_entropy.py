@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from spmd_core.arguments import checked, require_int
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.dispatch.composite import recorder
 from spmd_core.marks.along import AxisLayout, Redistribute
 from spmd_core.recording.calls import NO_KWARGS
@@ -196,6 +196,9 @@ def _check(
     reduction: str,
     num_chunks: int,
 ) -> None:
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+    for name, tensor in tensors.items():
+        require_kind(name, tensor, torch.Tensor, write="a tensor on device 'xla'")
     if input.dim() < 2 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(
             "a linear layer takes (..., features) and a weight of (classes, features); got "

@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from spmd_core.chips import MAX_EMULATED_DEVICES
 from spmd_core.errors import PlanError
 
 
@@ -41,7 +42,7 @@ _VERSIONS = {
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v6": "v6e"}
 _PEOPLE = re.compile(r"(?P<version>[a-z0-9]+)-(?P<number>\d+)")
 _LIBTPU = re.compile(r"(?P<version>[a-z0-9]+):(?P<shape>\d+(?:x\d+)*)")
-_MAX_CPUS = 4096
+_MAX_CHIPS = 2**16
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,19 @@ def parse(text: str, *, num_slices: int = 1) -> TopologyName:
             "a topology is named as v4-16 (TensorCores up to v5p, chips from v5e on), as libtpu "
             f"does, v4:2x2x2, or cpu-64; got {text!r}. Near: {', '.join(_near(wanted, version))}."
         )
+    if math.prod(shape) * num_slices > _MAX_CHIPS:
+        raise PlanError(
+            f"a topology has at most {_MAX_CHIPS} chips; got {num_slices} slices of "
+            f"{math.prod(shape)}. Pass --slices {_MAX_CHIPS // math.prod(shape)} or fewer."
+        )
     return TopologyName("tpu", shape, version.name, version.chip_config, num_slices)
 
 
 def _cpus(text: str, number: int, num_slices: int) -> TopologyName:
-    if not 0 < number <= _MAX_CPUS or num_slices > 1:
+    if not 0 < number <= MAX_EMULATED_DEVICES or num_slices > 1:
         raise PlanError(
-            f"emulated devices are one slice of 1 to {_MAX_CPUS}; got {text!r} in {num_slices} "
-            "slice(s). Name e.g. cpu-64, without --slices."
+            f"emulated devices are one slice of 1 to {MAX_EMULATED_DEVICES}; got {text!r} in "
+            f"{num_slices} slice(s). Name e.g. cpu-64, without --slices."
         )
     return TopologyName("cpu", (number,))
 

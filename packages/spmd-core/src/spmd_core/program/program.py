@@ -163,11 +163,14 @@ def explained(
     """
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
-        given = dict(graph.options)
-        options = f" under spmd.config.compiler_options {given}" if given else ""
+        options, advice = "", ""
+        if graph.options:
+            options = f" under spmd.config.compiler_options {dict(graph.options)}"
+            if "No such compile option" in text:
+                advice = ". Correct the option's name, or assign {} for none."
         return ProgramError(
             f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) "
-            f"failed{options}: {text}"
+            f"failed{options}: {text}{advice}"
         )
     advice = "Shard more, lower the batch, or checkpoint activations."
     if graph.growth is not None:

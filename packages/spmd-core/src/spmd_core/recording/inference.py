@@ -31,6 +31,16 @@ def require_dtype(dtype: torch.dtype) -> None:
         raise NotImplementedError(str(error)) from None
 
 
+def _require_dtypes(args: Sequence[Any]) -> None:
+    """Of a call that fails: says so if a tensor of the host has a dtype that the device lacks."""
+
+    def check(t: torch.Tensor) -> None:
+        require_dtype(t.dtype)
+
+    for a in args:
+        map_tensors(a, check)
+
+
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """An argument with `function` applied to its tensors, also those in lists and tuples."""
     if isinstance(tree, torch.Tensor):
@@ -87,17 +97,20 @@ def infer(
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             result = (meta or func)(*meta_args, **meta_kwargs)
     except NotImplementedError:  # there is no meta kernel; the call may be right
+        _require_dtypes(args)
         cpu_kernels.refuse(func, args, kwargs)
         raise
     except Exception:
         answer = cpu_kernels.ask(func, args, kwargs, is_refused=True)
         if answer.error is not None:
+            _require_dtypes(args)
             raise cpu_kernels.again(answer.error) from None
         if meta is not None or answer.results is None or answer.metas is not None:
             raise
         result = _as_metas(answer.results)  # some meta kernels refuse what the real ones accept
     answer = cpu_kernels.ask(func, args, kwargs, result)
     if answer.error is not None:
+        _require_dtypes(args)
         raise cpu_kernels.again(answer.error)
     given = schema.of(func).by_name(args, kwargs)
     result = _corrected(func, result, given)

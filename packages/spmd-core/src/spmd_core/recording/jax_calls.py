@@ -231,10 +231,18 @@ def _entry(call: _Differentiable, specs: tuple[Spec, ...]) -> Entry:
         raise TypeError(
             f"a jax function returns arrays; {call.name} returned none. Return what it computes."
         )
-    run = _core.jaxpr_as_fun(closed)
+    run, avals = _core.jaxpr_as_fun(closed), closed.out_avals
+
+    def lowered(context: Any, inputs: Sequence[jax.Array], numbers: Any) -> list[Any]:
+        # A constant of the function comes as a number.
+        return [
+            found if hasattr(found, "shape") else np.asarray(found, aval.dtype)
+            for found, aval in zip(run(*inputs), avals)
+        ]
+
     return Entry(
         f"jax::{call.name}",
-        lambda context, inputs, numbers: list(run(*inputs)),
+        lowered,
         outs,
         structure=tuple(range(len(outs))),
     )

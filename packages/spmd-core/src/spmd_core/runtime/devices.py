@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from spmd_core.chips import MAX_EMULATED_DEVICES
 from spmd_core.config import config
 from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
 from spmd_core.runtime import disk_cache
@@ -55,13 +56,14 @@ def simulate(num_devices: int) -> None:
     """Emulates `num_devices` devices on this host's CPU. Call it before the first use of a device.
 
     Raises:
-        ValueError: `num_devices` is not a positive int.
+        ValueError: `num_devices` is no int from 1 to 4096.
         SpmdError: the devices are already in use with another count.
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+    is_int = isinstance(num_devices, int) and not isinstance(num_devices, bool)
+    if not is_int or not 1 <= num_devices <= MAX_EMULATED_DEVICES:
         raise ValueError(
-            f"simulate needs a positive number of devices; got {num_devices!r}. "
-            "Write e.g. spmd.simulate(8)."
+            f"simulate needs a number of devices from 1 to {MAX_EMULATED_DEVICES}; "
+            f"got {num_devices!r}. Write e.g. spmd.simulate(8)."
         )
     if _state.devices is not None:
         if len(_state.devices) == num_devices and _state.devices[0].platform == "cpu":

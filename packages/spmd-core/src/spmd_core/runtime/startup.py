@@ -13,7 +13,7 @@ import jax
 import torch
 
 from spmd_core import releases
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
 from spmd_core.runtime import devices, disk_cache, in_flight, presence, watch
@@ -329,8 +329,10 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
             that share one folder.
 
     Raises:
+        TypeError: `path` is none.
         SpmdError: a program was already compiled.
     """
+    require_kind("path", path, str, os.PathLike, write="the folder's path")
     if in_flight.programs.has_started:
         raise SpmdError(
             "the folder of compiled programs is chosen before the first one is compiled; "

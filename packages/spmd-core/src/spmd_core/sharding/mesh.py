@@ -3,20 +3,18 @@
 import ast
 import math
 import operator
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 
-from spmd_core.arguments import require_int
 from spmd_core.errors import MeshError, PartitionSpecError
 
 _MESH_KEYS = ("device_ids", "mesh_shape", "axis_names")
 _MAX_IDS_IN_REPR = 32
 _MAX_DEVICE_ID = 2**31 - 1
-_SIZE = re.compile("0*[1-9][0-9]{0,8}")
+_MOST_DEVICES = 2**20
 
 
 class Mesh:
@@ -262,92 +260,10 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
     if missing.size:
         raise MeshError(
             f"every device id of a mesh must be below the number of devices, {num_devices}; "
-            f"got {_listed(missing.tolist())} in {mesh!r}. "
+            f"got {listed(missing.tolist())} in {mesh!r}. "
             f"Build the mesh from ids in range({num_devices}), "
             f"or start the program with at least {int(missing.max()) + 1} devices."
         )
-
-
-def parse_mesh(text: str, num_devices: int) -> Mesh:
-    """The mesh that a command-line text describes, over all devices in order.
-
-    Args:
-        text: axes in mesh order, `"name=size"` separated by commas. One size may be -1 or `*`: the
-            number of devices divided by the product of the other sizes.
-        num_devices: number of devices, all of which the mesh must use.
-
-    Raises:
-        MeshError: the text cannot be read, or its sizes do not multiply to `num_devices`.
-
-    Example:
-        >>> parse_mesh("data=2,fsdp=*", num_devices=8)
-        Mesh(range(0, 8), (2, 4), ('data', 'fsdp'))
-    """
-    if not isinstance(text, str):
-        raise TypeError(
-            "a mesh is described by a text, such as 'data=2,model=4'; "
-            f"got {text!r}, of type {type(text).__name__}. Write it as a text."
-        )
-    if require_int("num_devices", num_devices) < 1:
-        raise MeshError(
-            f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. "
-            "Start the program with devices."
-        )
-    parsed = [_parsed_axis(part, text, num_devices) for part in text.split(",")]
-    axes = dict(parsed)
-    if len(axes) != len(parsed):
-        raise MeshError(
-            f"each mesh axis must be named once; got {text!r}. "
-            f"Give every axis its own name, such as 'data={num_devices},model=1'."
-        )
-    free = [name for name, size in axes.items() if size is None]
-    if len(free) > 1:
-        raise MeshError(
-            f"at most one axis may take the rest of the devices; got {_listed(free)} in {text!r}. "
-            f"Give the others a size, such as {_fitting_mesh(axes, num_devices)!r}."
-        )
-    known = math.prod(size for size in axes.values() if size is not None)
-    if num_devices % known if free else num_devices != known:
-        rule = "divide" if free else "multiply to"
-        raise MeshError(
-            f"the sizes of the mesh axes must {rule} the number of devices, {num_devices}; "
-            f"got {text!r}, whose product is {known}. "
-            f"Write for instance {_fitting_mesh(axes, num_devices)!r}, "
-            "or start the program with another number of devices."
-        )
-    shape = tuple(num_devices // known if size is None else size for size in axes.values())
-    return Mesh(range(num_devices), shape, tuple(axes))
-
-
-def _parsed_axis(part: str, text: str, num_devices: int) -> tuple[str, int | None]:
-    """`("data", 2)` for `"data=2"`; the size is None for -1 or `*`."""
-    name, separator, size = (piece.strip() for piece in part.partition("="))
-    is_rest = size in ("-1", "*")
-    if not name or not separator or not (is_rest or _SIZE.fullmatch(size)):
-        raise MeshError(
-            "a mesh is written as axes 'name=size' separated by commas, "
-            "where a size is a positive number, or -1 or * for the rest; "
-            f"got {part!r} in {text!r}. Write for instance 'data={num_devices}'."
-        )
-    return name, None if is_rest else int(size)
-
-
-def _fitting_mesh(axes: dict[str, int | None], num_devices: int) -> str:
-    """A mesh text with the same axis names whose sizes multiply to `num_devices`.
-
-    Changes one size if that is enough (the last possible one); else puts all devices on the first
-    axis.
-    """
-    names = list(axes)
-    sizes = [1 if size is None else size for size in axes.values()]
-    for position in reversed(range(len(sizes))):
-        others = math.prod(sizes) // sizes[position]
-        if num_devices % others == 0:
-            sizes[position] = num_devices // others
-            break
-    else:
-        sizes = [num_devices] + [1] * (len(sizes) - 1)
-    return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 def _rebuild_mesh(
@@ -384,6 +300,12 @@ def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
 def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """A fresh int64 array of shape `(prod(shape),)`: unique, not negative."""
     size = math.prod(shape)
+    is_long = isinstance(device_ids, range) and bool(device_ids[_MOST_DEVICES:])
+    if size > _MOST_DEVICES or is_long:  # before a list of them is made
+        raise MeshError(
+            f"a mesh has at most {_MOST_DEVICES} devices; got mesh_shape {shape}"
+            f"{f' and {device_ids!r}' if is_long else ''}. Pass the ids of devices that exist."
+        )
     given = _as_list(device_ids)
     ids = [_as_int(device_id) for device_id in given or []]
     bad = [
@@ -394,7 +316,7 @@ def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...])
     if given is None or bad:
         raise MeshError(
             f"device_ids must be a list, range or array of ints from 0 to {_MAX_DEVICE_ID}; "
-            f"got {_listed(bad) if given is not None else repr(device_ids)}. "
+            f"got {listed(bad) if given is not None else repr(device_ids)}. "
             f"Pass for instance range({size})."
         )
     if len(ids) != size:
@@ -408,10 +330,18 @@ def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...])
     if values.size != size:
         raise MeshError(
             "device_ids must be unique, as a device has one place in the mesh; "
-            f"got {_listed(values[counts > 1].tolist())} more than once. "
+            f"got {listed(values[counts > 1].tolist())} more than once. "
             f"Pass {size} different ids."
         )
     return array
+
+
+def checked_grid(
+    mesh_shape: Sequence[int], axis_names: Sequence[str] | None
+) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    """A mesh's shape and names. Raises MeshError as `Mesh` does."""
+    shape = _checked_shape(mesh_shape)
+    return shape, _checked_names(axis_names, shape)
 
 
 def _checked_names(
@@ -487,7 +417,7 @@ def _known_axes(mesh: Mesh) -> str:
     return ", ".join(repr(axis) for axis in mesh.shape())
 
 
-def _listed(values: Sequence[object]) -> str:
+def listed(values: Sequence[object]) -> str:
     """The first few values, so that an error message about a large mesh stays readable."""
     shown = ", ".join(repr(value) for value in values[:4])
     return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"

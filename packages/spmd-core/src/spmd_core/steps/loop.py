@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,9 +30,18 @@ def optimizer_step(
         optimizer: the optimizer.
         barrier: whether to end the step afterwards, as `sync()` does.
         optimizer_args: keyword arguments for the optimizer's `step`.
+
+    Raises:
+        TypeError: `optimizer` is none, or `optimizer_args` no dict of names.
     """
     require_kind("optimizer", optimizer, torch.optim.Optimizer, write="a torch.optim.Optimizer")
-    result = optimizer.step(**(optimizer_args or {}))
+    named = {} if optimizer_args is None else optimizer_args
+    if not isinstance(named, Mapping) or any(not isinstance(name, str) for name in named):
+        raise TypeError(
+            "optimizer_args is a dict of keyword arguments of the optimizer's step(); got "
+            f"{optimizer_args!r}. Write for instance optimizer_args={{'closure': closure}}."
+        )
+    result = optimizer.step(**named)
     if barrier:
         execution.end_step()
     return result

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import io
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import IO, Any
 
 import numpy as np
@@ -49,6 +51,15 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def refuse_iterator(name: str, data: object) -> None:
+    """Raises TypeError for an iterator, whose tensors `map_tensors` would not see."""
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"{name} is a tensor, or tensors in lists, tuples, dicts and dataclasses; got an "
+            f"iterator of type {type(data).__name__}. Write list({name})."
+        )
+
+
 def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same type with other items; `items` itself if the type is not mutable."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
@@ -64,8 +75,10 @@ def to_cpu(data: Any) -> Any:
 
     A tensor that occurs several times stays one tensor: tied weights are read, and saved, once.
     Parameters stay parameters, and leaves keep `requires_grad`. Each of several processes must call
-    this function, as all take part in gathering; all get the whole values.
+    this function, as all take part in gathering; all get the whole values. TypeError for an
+    iterator.
     """
+    refuse_iterator("data", data)
     moved: dict[tuple[int, type, bool], torch.Tensor] = {}
 
     def down(t: torch.Tensor) -> torch.Tensor:
@@ -105,9 +118,10 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
 
     Raises:
         NotInSpmdModeError: a sharding is given outside of SPMD mode.
-        TypeError: `input_sharding` is no ShardingSpec.
+        TypeError: `input_sharding` is no ShardingSpec, or `data` an iterator.
         DataError, MeshError, ProcessError: see `from_process_local`.
     """
+    refuse_iterator("data", data)
     if input_sharding is not None:
         write = "ShardingSpec(mesh, partition_spec)"
         require_kind("input_sharding", input_sharding, ShardingSpec, write=write)
@@ -162,13 +176,12 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
         master_only: whether only process 0 writes; else each process writes to its own `path`.
 
     Raises:
-        TypeError: `path` is neither a path nor a file.
+        TypeError: `path` is neither a path nor a file, or the data holds what has no pickle.
         OSError: the path is no regular file, or cannot be written; the earlier file stays.
         SpmdError: another process could not write its file. The process that could not write raises
             its own error.
     """
-    if not hasattr(path, "write"):
-        require_kind("path", path, str, os.PathLike, write="a path, or a file opened with 'wb'")
+    require_target("path", path)
     host = to_cpu(data)
     error: Exception | None = None
     if processes.is_master() or not master_only:
@@ -179,13 +192,25 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
     raise_together(error)
 
 
+def require_target(name: str, path: object) -> None:
+    """Raises TypeError for an argument that is neither a path nor a binary file."""
+    if not hasattr(path, "write") or isinstance(path, io.TextIOBase):
+        require_kind(name, path, str, os.PathLike, write="a path, or a file opened with 'wb'")
+
+
 def write(host: Any, path: str | os.PathLike[str] | IO[bytes]) -> None:
     """`torch.save` of tensors on the CPU: into a file that is complete or unchanged; see `save`."""
-    if isinstance(path, str | os.PathLike):
-        with files.replacing(path) as scratch:
-            torch.save(host, scratch)
-    else:
-        torch.save(host, path)
+    try:
+        if isinstance(path, str | os.PathLike):
+            with files.replacing(path) as scratch:
+                torch.save(host, scratch)
+        else:
+            torch.save(host, path)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle raises them
+        raise TypeError(
+            "what is saved has a pickle: tensors, numbers, texts, and dicts, lists and objects of "
+            f"them; got something else: {error}. Save a module's and an optimizer's state_dict()."
+        ) from error
 
 
 def raise_together(error: Exception | None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spmd_core import dtypes
+from spmd_core.arguments import require_kind
 from spmd_core.errors import ShardError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Handle, Storage
@@ -178,6 +179,9 @@ def _positions(sharding: Sharding) -> dict[int, int]:
 
 def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, XLAShard]:
     names = {devices.device_name(device): device for device in local}
+    require_kind("shards", shards, list, tuple, write="the list that local_shards gives")
+    for shard in shards:
+        require_kind("a shard", shard, XLAShard, write="one of the list that local_shards gives")
     given = [shard.shard_device for shard in shards]
     if sorted(given) != sorted(names):
         raise ShardError(

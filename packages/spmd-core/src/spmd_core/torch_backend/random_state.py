@@ -16,7 +16,15 @@ def manual_seed(seed: int) -> None:
     """Seeds torch's CPU generator, from which all random operations on the device draw.
 
     CUDA's generators are not seeded.
+
+    Raises:
+        ValueError: the seed has more than 64 bits.
     """
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(
+            f"seed is a whole number of 64 bits, from -2**63 to 2**64 - 1; got {seed}. Write for "
+            "instance seed=0."
+        )
     torch.default_generator.manual_seed(seed)
 
 

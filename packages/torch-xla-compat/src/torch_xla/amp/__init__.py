@@ -1,11 +1,10 @@
 """Automatic mixed precision on the device, by torch's own autocast and scaler."""
 
-from typing import Any
-
 import torch
 from torch.amp import GradScaler as _GradScaler
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
+from spmd_core.tensor.logical_device import as_device
 
 
 class autocast(torch.autocast):
@@ -19,9 +18,10 @@ class autocast(torch.autocast):
         dtype: torch.dtype | None = None,
         cache_enabled: bool | None = True,
     ) -> None:
-        super().__init__(
-            torch.device(device).type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
-        )
+        if dtype is not None:
+            require_kind("dtype", dtype, torch.dtype, write="for instance dtype=torch.bfloat16")
+        chosen = as_device("device", device).type
+        super().__init__(chosen, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 class GradScaler(_GradScaler):
@@ -36,6 +36,5 @@ class GradScaler(_GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         use_zero_grad: bool = False,
-        **kwargs: Any,
     ) -> None:
         super().__init__("xla", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -48,9 +48,13 @@ def require_tensors(name: str, tensors: object) -> None:
         require_kind(f"{name}[{index}]", tensor, torch.Tensor, write="a tensor")
 
 
-def _check_dim(name: str, dim: int, value: torch.Tensor) -> None:
+def _check_dim(
+    name: str, dim: int, value: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
     """IndexError for a dim that the value lacks, as for the same call with several replicas."""
     require_kind("value", value, torch.Tensor, write="a tensor")
+    if output is not None:
+        require_kind("output", output, torch.Tensor, write="a tensor of the result's shape")
     if not -value.dim() <= require_int(name, dim) < value.dim():
         raise IndexError(
             f"{name} is a dim of the value, which has {value.dim()}; got {dim!r}. "
@@ -103,7 +107,7 @@ def all_gather(
     pin_layout: bool = True,
 ) -> torch.Tensor:
     """Concatenates the values of all replicas: with one replica, returns the value."""
-    _check_dim("dim", dim, value)
+    _check_dim("dim", dim, value, output)
     region = _replica_groups.region(value)
     if region is not None:
         gathered = _replica_groups.all_gather(region, value, dim, groups)
@@ -129,7 +133,7 @@ def reduce_scatter(
         ValueError: `shard_count` is not the number of replicas.
     """
     _reduction(reduce_type)
-    _check_dim("scatter_dim", scatter_dim, input)
+    _check_dim("scatter_dim", scatter_dim, input, output)
     region = _replica_groups.region(input)
     if region is not None:
         part = _replica_groups.reduce_scatter(

@@ -1,9 +1,10 @@
 """torch_xla.core.xla_builder: jax functions as operations of a program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import spmd_core as spmd
+from spmd_core.arguments import require_kind
 from torch_xla._upstream import refused
 
 
@@ -17,8 +18,16 @@ def call_jax(
     """`spmd_core.call_jax(jax_func, *args, **kwargs)`; differentiable.
 
     `name` and `override_hash` are accepted and unused: the function itself is the cache key.
+
+    Raises:
+        TypeError: `args` is no list, or `kwargs` no dict of names.
     """
-    return spmd.call_jax(jax_func, *args, **(kwargs or {}))
+    require_kind("args", args, list, tuple, write="the arguments in a tuple")
+    named = {} if kwargs is None else kwargs
+    require_kind("kwargs", named, Mapping, write="a dict of keyword arguments")
+    for name_of in named:
+        require_kind("a name in kwargs", name_of, str, write="a dict of keyword arguments")
+    return spmd.call_jax(jax_func, *args, **named)
 
 
 _REASON = "builds PyTorch/XLA's own computations, operation by operation"

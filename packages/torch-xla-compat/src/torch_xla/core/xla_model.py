@@ -145,7 +145,15 @@ def is_master_ordinal(local: bool = True) -> bool:
 
 @checked()
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
-    """`print` in the master process only, to `fd`; None is `sys.stdout` at the time of the call."""
+    """`print` in the master process only, to `fd`; None is `sys.stdout` at the time of the call.
+
+    Raises:
+        TypeError: `fd` is no file.
+    """
+    if fd is not None and not hasattr(fd, "write"):
+        raise TypeError(
+            f"fd is an open file; got {fd!r}, of type {type(fd).__name__}. Write fd=sys.stderr."
+        )
     if is_master_ordinal(local=local):
         print(*args, file=fd, flush=flush)
 
@@ -242,12 +250,13 @@ def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None)
     A tensor is sharded if `input_sharding` can apply to it, else replicated.
 
     Raises:
-        TypeError: `device` is no device, or `input_sharding` no ShardingSpec.
+        TypeError: `device` is no device, `input_sharding` no ShardingSpec, or `datas` an iterator.
         RuntimeError: `device` is not the logical device; or with `minibatch`, the batch size is not
             divisible by the number of devices of this host.
     """
     as_device("device", device)  # which None is not, here
     require_logical(device)
+    structures.refuse_iterator("datas", datas)
     if input_sharding is not None:
         write = "ShardingSpec(mesh, partition_spec)"
         require_kind("input_sharding", input_sharding, spmd.ShardingSpec, write=write)
@@ -326,7 +335,11 @@ def save(
         master_only: whether one process writes rather than each.
         global_master: with `master_only`, whether one process of all hosts writes rather than one
             of each host.
+
+    Raises:
+        TypeError: `file_or_path` is neither, or the data holds what has no pickle.
     """
+    structures.require_target("file_or_path", file_or_path)
     if master_only and not global_master and processes.process_count() > 1:
         whole = structures.to_cpu(data)
         if is_master_ordinal(local=True):
@@ -419,9 +432,10 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
         TypeError: the data holds something else.
     """
     require_callable("reduce_fn", reduce_fn)
+    host = structures.to_cpu(data)
+    payload = _exchanged.to_bytes(host)  # of one process too: what others refuse is refused there
     if processes.process_count() == 1:
-        return reduce_fn([structures.to_cpu(data)])
-    payload = _exchanged.to_bytes(structures.to_cpu(data))
+        return reduce_fn([host])
     return reduce_fn([_exchanged.from_bytes(one) for one in rendezvous(tag, payload)])
 
 
@@ -430,6 +444,8 @@ def do_on_ordinals(
 ) -> Any:
     """Runs `target(*data)` if replica 0, the only one, is in `ordinals`; else returns None."""
     require_callable("target", target)
+    require_kind("data", data, list, tuple, write="the arguments of target in a tuple")
+    require_kind("ordinals", ordinals, list, tuple, range, set, frozenset, write="ordinals=(0,)")
     runs = any(require_int("ordinals", ordinal) == 0 for ordinal in ordinals)
     return target(*data) if runs else None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd_core import metrics
+from spmd_core.arguments import require_kind
 
 Sample = tuple[float, float]
 
@@ -35,7 +36,8 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int | None:
-    """A counter's value; None if it is zero or unknown."""
+    """A counter's value; None if it is zero or unknown. TypeError for what is no name."""
+    require_kind("name", name, str, write="a counter's name, such as 'MarkStep'")
     if name.startswith(_FALLBACK):
         return sum(f.count for f in metrics.host_fallbacks() if _operation(f.op) == name) or None
     return (_COUNTERS[name]() or None) if name in _COUNTERS else None
@@ -83,8 +85,10 @@ def metric_data(name: str) -> tuple[int, float, list[Any]] | None:
     """(count, sum, samples as (time, value)) of a metric; None for one without samples.
 
     Times are in ns, sizes in bytes. Execution times are not measured, as nothing waits for the end
-    of an execution: their sum is 0 and their list of samples is empty.
+    of an execution: their sum is 0 and their list of samples is empty. TypeError for what is no
+    name.
     """
+    require_kind("name", name, str, write="a metric's name, such as 'CompileTime'")
     return _metric(name)
 
 
@@ -114,6 +118,8 @@ def short_metrics_report(
     counter_names: list[str] | None = None, metric_names: list[str] | None = None
 ) -> str:
     """Text with the named counters and metrics; by default the most important ones."""
+    for argument, names in (("counter_names", counter_names), ("metric_names", metric_names)):
+        require_kind(argument, names or [], list, tuple, write="the names in a list")
     counters = (
         ["CachedCompile", "MarkStep", "UncachedCompile"] if counter_names is None else counter_names
     )

@@ -11,6 +11,8 @@ from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_core.steps import structures
 from spmd_core.tensor.logical_device import as_device
+from spmd_data.loader import MOST_BATCHES, MOST_THREADS
+from spmd_data.placement import as_target
 from spmd_data.sources import require_batches
 from torch_xla.core import xla_model
 
@@ -46,7 +48,7 @@ class MpDeviceLoader:
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: a number is too small.
+        ValueError: a number is too small or too large.
         RuntimeError: there is no such device.
     """
 
@@ -58,9 +60,10 @@ class MpDeviceLoader:
                 f"got {', '.join(sorted(unknown))}. Remove what is not in the list."
             )
         for name, least in _LEAST.items():
-            require_int(name, kwargs.get(name, 1), least=least)
+            most = MOST_THREADS if name.endswith("_threads") else MOST_BATCHES
+            require_int(name, kwargs.get(name, 1), least=least, most=most)
         require_batches(loader)
-        as_device("device", device)
+        as_target("device", device)
         _require_sharding(kwargs.get("input_sharding"))
         self._loader, self._device = loader, device
         # Programs change these arguments between two iterations.
@@ -172,7 +175,7 @@ class ParallelLoader:
                 "devices are those on which batches are used, at least one; got []. "
                 "Write [torch_xla.device()]."
             )
-        self._devices = [as_device("devices", device) for device in devices]
+        self._devices = [as_target("devices", device) for device in devices]
         self._loader = MpDeviceLoader(
             cpu_loader,
             self._devices[0],

@@ -6,8 +6,10 @@ In SPMD mode there is one process for each host, which the user or a launcher st
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import spmd_core as spmd
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable, require_kind
 from torch_xla._upstream import refuse, warn_of_one_replica
 
 
@@ -23,9 +25,12 @@ def spawn(
     """Runs `fn(0, *args)` in this process, with `nprocs` 1, or with None, which warns of it.
 
     Raises:
+        TypeError: `fn` is no function, or `args` no list of its arguments.
         NotImplementedError: SPMD mode is on, in which one process drives all devices, or `nprocs`
             is neither 1 nor None.
     """
+    require_callable("fn", fn)
+    require_kind("args", args, tuple, list, write="the arguments after the first in a tuple")
     if spmd.is_spmd() or nprocs not in (None, 1):
         refuse(
             "xmp.spawn",
@@ -42,6 +47,7 @@ class MpModelWrapper:
     """Holds a module for the functions that `spawn` runs; `to` moves it to the device."""
 
     def __init__(self, model: Any) -> None:
+        require_kind("model", model, torch.nn.Module, write="a torch.nn.Module")
         self._model = model
 
     def to(self, device: Any) -> Any:
@@ -53,5 +59,6 @@ class MpSerialExecutor:
     """Runs a function in one process after another: here in the only process, immediately."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Returns `fn()`."""
+        """Returns `fn()`. TypeError for what is no function."""
+        require_callable("fn", fn)
         return fn()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from spmd_core.arguments import require_callable
 from spmd_core.program import execution
 from spmd_core.runtime.in_flight import wait_for
 from spmd_core.tensor.sharded_tensor import device_tensor
@@ -16,8 +17,10 @@ def on_ready_callback(tensor: torch.Tensor, callback: Callable[[], None]) -> Non
     Starts the program of what is pending, as `torch_xla.sync` does.
 
     Raises:
+        TypeError: `callback` is no function.
         RuntimeError: the tensor is not on the device.
     """
+    require_callable("callback", callback)
     # A later program may take over the tensor's own buffer, but not that of a slice, which the same
     # program computes.
     part = device_tensor(tensor, "on_ready_callback").detach().reshape(-1)[:1].clone()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable
 
 
 @checked()
@@ -22,8 +22,10 @@ def checkpoint(
     """`torch.utils.checkpoint.checkpoint` in its reentrant form.
 
     Raises:
+        TypeError: `function` is none.
         ValueError: `use_reentrant` is False, or there are keyword arguments for the function.
     """
+    require_callable("function", function)
     if kwargs:
         raise ValueError(
             "checkpoint passes positional arguments to the function; got the keywords "

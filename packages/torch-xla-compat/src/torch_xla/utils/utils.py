@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_callable, require_kind
 
 
 class SampleGenerator:
@@ -25,10 +25,22 @@ def getenv_as(name: str, type: Any, defval: Any = None) -> Any:
     """Environment variable `name` as a value of `type`, or `defval` if it is not set.
 
     A bool is True for 'true' and for a positive number.
+
+    Raises:
+        TypeError: `name` is no text, or `type` no type or function.
+        ValueError: the variable has no such value.
     """
+    require_kind("name", name, str, write="the variable's name")
+    require_callable("type", type)
     value = os.environ.get(name)
     if value is None:
         return defval
     if type is bool:
         return value.lower() == "true" or (value.isdigit() and int(value) > 0)
-    return type(value)
+    try:
+        return type(value)
+    except ValueError as error:
+        raise ValueError(
+            f"the variable {name} is read by {type.__name__}; got {value!r}. Correct it, or "
+            "unset it."
+        ) from error

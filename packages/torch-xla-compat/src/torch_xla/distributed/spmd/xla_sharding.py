@@ -24,6 +24,8 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from torch_xla import _XLAC, runtime
 from torch_xla._upstream import raising
 
+_SPEC = "one entry for each dim, such as ('data', None)"
+
 
 class Mesh(spmd.Mesh):
     """`spmd_core.Mesh` that raises AssertionError for invalid arguments."""
@@ -78,7 +80,9 @@ class Mesh(spmd.Mesh):
             AssertionError: an axis index that the mesh lacks, an axis that is used twice, or nested
                 tuples.
             ValueError: an axis name that the mesh lacks, or an entry of another type.
+            TypeError: the spec is no tuple.
         """
+        require_kind("partition_spec", partition_spec, tuple, list, write=_SPEC)
         known: dict[Any, _XLAC.OpSharding] = self.__dict__.setdefault("_op_shardings", {})
         key = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in partition_spec)
         if key not in known:
@@ -321,6 +325,9 @@ class MarkShardingFunction:
     @staticmethod
     def apply(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
         """Returns a new tensor with the sharding; its gradient gets the same one."""
+        require_kind("t", t, torch.Tensor, write="a tensor")
+        require_kind("mesh", mesh, spmd.Mesh, write="Mesh(device_ids, mesh_shape, axis_names)")
+        require_kind("partition_spec", partition_spec, tuple, list, write=_SPEC)
         result: torch.Tensor = torch.ops.xla.aot_mark_sharding(
             t, str(mesh), str(tuple(partition_spec))
         )
@@ -423,6 +430,7 @@ class ShardingSpec(spmd.ShardingSpec):
 
     def apply(self, t: torch.Tensor) -> None:
         """Shards a tensor on device `xla` with `mark_sharding`."""
+        require_kind("t", t, torch.Tensor, write="a tensor")
         if t.device.type != "xla":
             raise AssertionError(
                 f"the tensor to shard must be on device 'xla'; got one on {t.device}. "
@@ -446,6 +454,7 @@ def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
 def xla_patched_nn_linear_forward(m: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """A Linear layer's forward as one contraction of the last dim."""
     require_kind("m", m, torch.nn.Linear, write="a torch.nn.Linear")
+    require_kind("input", input, torch.Tensor, write="a tensor")
     result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, m.weight, m.bias)
     return result
 
@@ -458,6 +467,8 @@ class XLAPatchedLinear:
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Contracts the last dim of `input` with `weight` and adds `bias`."""
+        require_kind("input", input, torch.Tensor, write="a tensor")
+        require_kind("weight", weight, torch.Tensor, write="a tensor")
         result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, weight, bias)
         return result
 
