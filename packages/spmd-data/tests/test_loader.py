@@ -279,7 +279,8 @@ def test_the_limit_of_stalls_is_checked() -> None:
         DataError, match=r"stall_warning_s must be .* more than 0; got 0\. Pass float\('inf'\)"
     ):
         MpDeviceLoader([], "cpu", stall_warning_s=0)
-    MpDeviceLoader([], "cpu", stall_warning_s=float("inf"))
+    for limit_s in (float("inf"), 1e30, 10**18):
+        assert list(MpDeviceLoader([1], "cpu", stall_warning_s=limit_s)) == [1]
 
 
 def test_the_policy_for_uneven_batches_is_checked() -> None:

@@ -25,7 +25,9 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd-core"
 
 
-# The least values of whole numbers if not 1. Other numbers are seconds, more than 0.
+# The least values of whole numbers if not 1. Other numbers are seconds, more than 0 and at most
+# these 30 years, for which every clock has room.
+_MOST_S = 10**9
 _LEAST = {"explain_recompiles_after": 0}
 
 
@@ -36,7 +38,7 @@ class Config:
     Raises:
         AttributeError: there is no setting of the assigned name, or one is deleted.
         TypeError: the value has another type than the field. The setting stays as it was.
-        ValueError: a number is too small. The setting stays as it was.
+        ValueError: a number is out of its range. The setting stays as it was.
     """
 
     # Folder of JAX's persistent compilation cache; None switches the cache off. Read when the
@@ -132,7 +134,8 @@ class Config:
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_seconds = float in (kind, *get_args(kind))
-        if is_number and not (value > 0 if is_seconds else value >= _LEAST.get(name, 1)):
+        least = _LEAST.get(name, 1)
+        if is_number and not (0 < value <= _MOST_S if is_seconds else value >= least):
             raise ValueError(
                 f"spmd.config.{name} takes {_described(name, kind)}; got {value!r}. "
                 f"Its default is {default!r}."
@@ -171,7 +174,7 @@ def _described(name: str, kind: Any) -> str:
     if kind is int:
         return f"an int of at least {_LEAST.get(name, 1)}"
     if kind is float:
-        return "a number of seconds above 0"
+        return f"a number of seconds above 0, at most {_MOST_S}"
     if kind is bool:
         return "True or False"
     return "a str" if kind is str else "a dict of XLA's names to str, bool, int or float"

@@ -47,6 +47,12 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
         spmd.errors.SpmdError, match=r"got a call without a trace. Call start_trace\(logdir\) first"
     ):
         profiler.stop_trace()
+    (tmp_path / "file").touch()
+    for below in ("file", "file/traces"):
+        with pytest.raises(
+            spmd.errors.SpmdError, match=r"is written into a folder; got .*file.*\. Name another"
+        ):
+            profiler.start_trace(tmp_path / below)
     profiler.start_trace(tmp_path)
     with pytest.raises(
         spmd.errors.SpmdError,

@@ -4,6 +4,7 @@ The parts: `sources` knows the position in the wrapped loader, `pipeline` runs t
 threads, `placement` moves one batch, `counters` measures the stages.
 """
 
+import threading
 import time
 import warnings
 import weakref
@@ -126,7 +127,7 @@ class MpDeviceLoader:
                 "stall_warning_s must be a number of seconds, more than 0; got "
                 f"{stall_warning_s!r}. Pass float('inf') for no warning."
             )
-        self._stall_s = stall_warning_s
+        self._stall_s = min(stall_warning_s, threading.TIMEOUT_MAX)
         self._source = source_of(loader, is_read_ahead=self._prefetch > 0)
         self._counters = counters.Counters()
         self._logged: dict[str, float] | None = None

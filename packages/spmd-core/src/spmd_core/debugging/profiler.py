@@ -7,6 +7,7 @@ operations (`aten::mm`); `Trace` and `StepTrace` add phases of the host.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -80,10 +81,16 @@ def start_trace(logdir: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: `logdir` is no path.
-        SpmdError: a trace is being recorded already.
+        SpmdError: a trace is being recorded already, or `logdir` can be no folder.
     """
     global _logdir
     require_kind("logdir", logdir, str, os.PathLike, write="the path of a folder for traces")
+    above = [Path(logdir), *Path(logdir).parents]
+    if not next(path for path in above if path.exists()).is_dir():
+        raise SpmdError(
+            f"a trace is written into a folder; got {os.fspath(logdir)!r}, a file or below one. "
+            "Name another path."
+        )
     if _logdir is not None:
         raise SpmdError(
             f"one trace is recorded at a time; one into {_logdir} is running. "

@@ -13,7 +13,7 @@ import jax
 import torch
 
 from spmd_core import releases
-from spmd_core.arguments import checked, require_kind
+from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
 from spmd_core.runtime import devices, disk_cache, in_flight, presence, watch
@@ -120,6 +120,9 @@ def set_device_type(name: str) -> None:
     os.environ["PJRT_DEVICE"] = name
 
 
+_MOST_S = 10**6  # a wait that outlives every run
+
+
 @checked(num_processes=1, process_id=0, timeout_s=1, heartbeat_timeout_s=1)
 def initialize(
     coordinator_address: str | None = None,
@@ -159,6 +162,8 @@ def initialize(
     Example:
         spmd.distributed.initialize("10.0.0.1:12355", num_processes=2, process_id=0)
     """
+    require_int("timeout_s", timeout_s, least=1, most=_MOST_S)
+    require_int("heartbeat_timeout_s", heartbeat_timeout_s, least=1, most=_MOST_S)
     if devices.is_started():
         raise SpmdError(
             "processes join before a device is first used; "
