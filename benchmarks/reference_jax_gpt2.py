@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.reference_options import Options, options_from, sizes_of
-from examples.training.knobs import check_command_line
+from examples.training.knobs import begin_command
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    check_command_line(lambda: options_from(None, usage=__doc__))
+    begin_command(lambda: options_from(None, usage=__doc__))
 
 import jax
 import jax.numpy as jnp

@@ -11,11 +11,11 @@ The printed address is also that of a page for browsers.
 """
 
 from examples.llama_serving.config import checked, config_from
-from examples.training.knobs import check_command_line
+from examples.training.knobs import begin_command
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
-    check_command_line(lambda: checked(config_from(None, usage=__doc__)))
+    begin_command(lambda: checked(config_from(None, usage=__doc__)))
 
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
 

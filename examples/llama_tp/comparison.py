@@ -7,11 +7,11 @@ losses, memory and collectives. The options are those of `examples.llama_tp.trai
 """
 
 from examples.llama_tp.config import config_from
-from examples.training.knobs import KnobError, check_command_line, check_ranges
+from examples.training.knobs import KnobError, begin_command, check_ranges
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
-    check_command_line(
+    begin_command(
         lambda: check_ranges(
             config_from(None, usage=__doc__, module="examples.llama_tp.comparison")
         )

@@ -15,10 +15,10 @@ Legend: A parts of a batch, B sequences of a part, T tokens of a sequence.
 """
 
 from examples.llama_tp.config import TrainConfig, check_options, config_from
-from examples.training.knobs import check_command_line
+from examples.training.knobs import begin_command
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    check_command_line(lambda: check_options(config_from(None, usage=__doc__)))
+    begin_command(lambda: check_options(config_from(None, usage=__doc__)))
 
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
 

@@ -9,11 +9,11 @@ prediction confirms it. The search of each mesh has a process of its own, with t
 """
 
 from examples.resnet_spatial.search import Search, search_from, sizes_of
-from examples.training.knobs import check_command_line
+from examples.training.knobs import begin_command
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
-    check_command_line(lambda: search_from(None, usage=__doc__))
+    begin_command(lambda: search_from(None, usage=__doc__))
 
 import spmd_core as spmd  # before torchvision: see spmd_core.torch_backend.torchvision_ops
 

@@ -13,10 +13,10 @@ Legend: N images, C channels, H rows, W columns.
 """
 
 from examples.resnet_spatial.config import TrainConfig, config_from, with_defaults
-from examples.training.knobs import check_command_line
+from examples.training.knobs import begin_command
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    check_command_line(lambda: with_defaults(config_from(None, usage=__doc__)))
+    begin_command(lambda: with_defaults(config_from(None, usage=__doc__)))
 
 import spmd_core  # noqa: F401  before torchvision: see spmd_core.torch_backend.torchvision_ops
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import spmd_core as spmd
+from examples.training.collector import end_imports
 from examples.training.knobs import EXIT_USAGE, KnobError, UsageError
 from examples.training.mesh_sizes import mesh_sizes, wrong_product
 from examples.training.resume import SaveError
@@ -32,6 +33,7 @@ def exit_code(
         0; 1 if a run failed or a file could not be written; 2 for options, data, a
         saved run or a mesh that cannot work; 130 after Ctrl-C.
     """
+    end_imports()
     refused: tuple[type[Exception], ...] = (UsageError, spmd.errors.MeshError, *usage)
     broken: tuple[type[Exception], ...] = (SaveError, *failed)
     try:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from examples.training.collector import begin_imports
+
 Config = TypeVar("Config")
 EXIT_USAGE = 2
 _MOST = 2**63 - 1  # of int64, the integers of the programs
@@ -102,11 +104,11 @@ def parse(
     return config_type(**{name: value for name, value in values.items() if name in names})
 
 
-def check_command_line(read: Callable[[], object]) -> None:
-    """Ends the process for --help and for options that cannot work, as the command itself would.
+def begin_command(read: Callable[[], object]) -> None:
+    """What a command does before its slow imports, under `if __name__ == "__main__":`.
 
-    A command calls it before its slow imports, under `if __name__ == "__main__":`; these options
-    are read again when it runs.
+    It ends the process for --help and for options that cannot work, as the command itself would;
+    these options are read again when it runs. From here to `exit_code`, no garbage is collected.
 
     Args:
         read: reads and checks the options of this process's command line.
@@ -116,6 +118,7 @@ def check_command_line(read: Callable[[], object]) -> None:
     except KnobError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+    begin_imports()
 
 
 def check_ranges(config: Any) -> None:

@@ -1,11 +1,12 @@
 """What lives as long as a loop is not examined in it, and is again afterwards."""
 
+import atexit
 import gc
 import weakref
 
 import pytest
 
-from examples.training.collector import exempt_new, long_lived
+from examples.training.collector import begin_imports, end_imports, exempt_new, long_lived
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +58,22 @@ def test_what_was_exempt_before_stays_so() -> None:
     with long_lived():
         pass
     assert not is_examined(before)
+
+
+def test_imports_are_not_examined() -> None:
+    begin_imports()
+    try:
+        assert not gc.isenabled()
+        imported = Node()
+        end_imports()
+        assert gc.isenabled() and not is_examined(imported)
+    finally:
+        atexit.unregister(gc.freeze)
+        gc.enable()
+    gc.unfreeze()
+    gc.disable()
+    end_imports()  # of a program that began none, and wants no collector
+    try:
+        assert not gc.isenabled() and gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

@@ -17,7 +17,7 @@ from examples.training.choices import MOST_DEVICES
 from examples.training.knobs import (
     KnobError,
     add_smoke,
-    check_command_line,
+    begin_command,
     check_ranges,
     knob,
     option,
@@ -131,10 +131,13 @@ def test_every_number_of_every_recipe_has_a_range() -> None:
 
 
 def test_what_cannot_work_ends_a_command_before_its_imports(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_command_line(lambda: check_ranges(Config()))
+    begun: list[bool] = []
+    monkeypatch.setattr("examples.training.knobs.begin_imports", lambda: begun.append(True))
+    begin_command(lambda: check_ranges(Config()))
     with pytest.raises(SystemExit) as ended:
-        check_command_line(lambda: check_ranges(Config(steps=0)))
+        begin_command(lambda: check_ranges(Config(steps=0)))
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: --steps must be at least 1; got 0")
+    assert begun == [True]

@@ -69,7 +69,7 @@ def test_axes_and_heads() -> None:
 
 @pytest.mark.parametrize("text", ["zz=8", "data=0", "data=3", "data=x", "data=8,data=1", "data=16"])
 def test_every_recipe_refuses_a_mesh_before_it_imports_a_framework(text: str) -> None:
-    """Its check of options is what `check_command_line` calls before the imports."""
+    """Its check of options is what `begin_command` calls before the imports."""
     for config, check in (
         (gpt2.TrainConfig, gpt2.with_defaults),
         (llama.TrainConfig, llama.check_options),
