@@ -110,7 +110,7 @@ def test_after_an_interruption_the_command_to_go_on(
             ["--only", "gpt2,hmb"],
             "--only takes names of figures, with commas; got 'hmb'. Choose among gpt2, hbm.",
         ),
-        (["--topology", "v4-17"], "got 'v4-17'. Near: v4-16, "),
+        (["--topology", "v4-17"], "got 'v4-17'. Similar names: v4-16, "),
         (["--topology", "cpu-8"], "names the TPUs to compile for; got 'cpu-8', which are CPUs."),
         (["--device", "cuda"], "--device cuda needs a GPU that jax finds; got "),
     ],

@@ -79,7 +79,7 @@ def test_the_peak_is_where_most_is_alive_and_an_update_in_place_counts_once(buff
 
 def test_a_compiler_that_writes_nothing(tmp_path):
     with pytest.raises(
-        spmd.errors.PlanError, match=r"XLA wrote nothing into .* Leave xla_dump_to out of"
+        spmd.errors.PlanError, match=r"XLA wrote none into .* Leave xla_dump_to out of"
     ):
         buffer_text.read(tmp_path)
 

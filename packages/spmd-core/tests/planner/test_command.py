@@ -100,8 +100,8 @@ def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--"], "behind --; got 'nothing'. Write for instance"),
-        (["--", "bash", "x.sh"], "behind --; got 'bash x.sh'"),
+        (["--"], "after --; got 'nothing'. Write for instance"),
+        (["--", "bash", "x.sh"], "after --; got 'bash x.sh'"),
         (["--", "missing.py"], "'missing.py' is no file in"),
         (["--", "python", "-m", "examples.missing"], "Python finds no 'examples.missing' from"),
         (["--", "-m", "no_package.train"], "finds no 'no_package.train' from"),
@@ -120,7 +120,7 @@ def test_a_script_that_fails(script, num_devices, capsys):
 
 def test_an_unknown_topology(script, capsys):
     assert command.main(["--topology", "v4-17", "--", script]) == 2
-    assert "Near: v4-16" in capsys.readouterr().err
+    assert "Similar names: v4-16" in capsys.readouterr().err
 
 
 @pytest.mark.one_device
@@ -174,10 +174,19 @@ def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--search", "batch", "--values", "batch"], "got 'batch'. Write e.g. --values 'remat="),
+        (
+            ["--search", "batch", "--values", "batch"],
+            "got 'batch'. Write for instance --values 'remat=",
+        ),
         (["--values", "batch=2;4"], "got 'batch=2;4' and no --search. Add --search batch."),
-        (["--search", "batch", "--code"], "as they are without --code; got both. Leave out --co"),
-        (["--search", "batch", "--steps", "5"], "without --steps; got both. Leave out --steps, or"),
+        (
+            ["--search", "batch", "--code"],
+            "cannot be combined with --code; got both. Leave out --co",
+        ),
+        (
+            ["--search", "batch", "--steps", "5"],
+            "combined with --steps; got both. Leave out --steps, or",
+        ),
         (["--json", "/"], "--json names a file to write; got the folder '/'. Write for instance"),
     ],
 )

@@ -143,7 +143,7 @@ def test_step_closures_are_not_called(whole):
 
 def test_the_first_training_step_is_compiled_if_asked(planned, whole):
     assert [record.executions for record in planned.left_out] == [1]
-    assert "--all compiles it, too" in str(planned)
+    assert "--all compiles it as well" in str(planned)
     assert whole.made.left_out == ()
     assert len(whole.made.programs) == len(planned.programs) + 1
     first, second = (dict(made.step.parts) for made in (planned, whole.made))
@@ -240,7 +240,7 @@ def test_a_plan_inside_of_a_plan_is_refused(num_devices):
         spmd.plan(lambda: None, topology="cpu-1")
 
     with pytest.raises(
-        spmd.errors.PlanError, match=r"inside of a plan; got a second one. Plan them apart"
+        spmd.errors.PlanError, match=r"inside of a plan; got a second one. Make them one after"
     ):
         spmd.plan(inner, topology=f"cpu-{num_devices}")
 

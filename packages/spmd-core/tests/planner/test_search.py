@@ -35,8 +35,8 @@ def test_given_values_come_first(request_):
     ("names", "given", "command", "message"),
     [
         (["lr"], {}, ("t.py",), r"got 'lr'. Add --values 'lr=VALUE;VALUE'"),
-        (["batch"], {}, ("t.py",), r"got None. Add e.g. --batch 8"),
-        (["batch"], {}, ("t.py", "--batch=x"), r"got 'x'. Add e.g. --batch 8"),
+        (["batch"], {}, ("t.py",), r"got None. Add for instance --batch 8"),
+        (["batch"], {}, ("t.py", "--batch=x"), r"got 'x'. Add for instance --batch 8"),
         (["batch"], {"lr": ["1"]}, ("t.py",), r"got values for lr. Add the name to --search"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_kept_plan_that_is_damaged_is_made_anew(request_, planned, caplog):
         caplog.clear()
         count = len(planned)
         assert searched() == first
-        told = [f"{path} is damaged, so its plan is made anew"] if len(planned) > count else []
+        told = [f"{path} is damaged, so its plan is made again"] if len(planned) > count else []
         assert [record.getMessage() for record in caplog.records] == told
     for content in (b"", b"[]", b'{"plan": {"fits": true}}', b"\xff", whole[:-20]):
         path.write_bytes(content)

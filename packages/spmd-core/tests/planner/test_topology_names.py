@@ -69,7 +69,7 @@ def test_emulated_devices():
     ],
 )
 def test_unknown_names_list_near_ones(name, near):
-    with pytest.raises(spmd.errors.PlanError, match=f"got '{name}'. Near: .*{near}"):
+    with pytest.raises(spmd.errors.PlanError, match=f"got '{name}'. Similar names: .*{near}"):
         parse(name)
 
 

@@ -1,1 +1,1 @@
-"""Plans: what a training script takes on devices that are not there, by compilation alone."""
+"""Plans: the memory, communication and time of a script on absent devices, by compilation."""

@@ -1,8 +1,7 @@
-"""A parser for XLA's text of a program's buffers: what lies in memory, and from when to when.
+"""Parses XLA's buffer assignment of a program: its allocations, and the live range of each value.
 
-Input is the text that XLA writes with the option `xla_dump_to`, for TPU and CPU alike; output are
-plain values. `memory_analysis()` of jax tells less: one sum, in which a TPU's on-chip memories
-count, too.
+The input is the text that XLA writes with the option `xla_dump_to`, for TPU and CPU alike. jax's
+`memory_analysis()` only has one sum, which includes a TPU's on-chip memories.
 """
 
 import re
@@ -19,7 +18,7 @@ _PARAMETER = re.compile(
     r"\bparameter (?P<number>\d+)(?:, shape \|(?P<tuple>\()?[^|]*\|"
     r"(?: at ShapeIndex \{(?P<index>\d*)\})?)?"
 )
-# The table of a tuple of arguments, which is none of them.
+# The "parameter number" of the pointer table of arguments that are passed as one tuple.
 _TABLE = -1
 _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>\S+) @-?\d+> \(size=(?P<size>\d+),offset=(?P<offset>\d+)\): "
@@ -27,18 +26,18 @@ _VALUE = re.compile(
 )
 _RANGE = re.compile(r"^    (?P<name>\S+?)(?P<index>\{[\d,]*\}):(?P<start>\d+)-(?P<end>\d+)$")
 _LAYOUT = re.compile(r"\{[^{}]*\}$")
-# XLA's number for a device's main memory; TPUs have further ones on the chip.
+# XLA's number (color) for a device's main memory; TPUs have further memories on the chip.
 _MAIN = 0
 
 
 @dataclass(frozen=True)
 class HloValue:
-    """What an instruction puts into an allocation.
+    """A value in an allocation: a result of an instruction.
 
     Attributes:
         name: the instruction, with the index into its result if that is a tuple.
-        size: bytes.
-        offset: in the allocation, in bytes.
+        size: the number of bytes.
+        offset: the offset in the allocation, in bytes.
         shape: XLA's, without the layout: "f32[64,1024]".
     """
 
@@ -55,15 +54,16 @@ class HloValue:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of a device's main memory.
+    """A contiguous piece of a device's main memory.
 
     Attributes:
-        size: bytes.
-        parameter: which argument of the program lies in it, also where they are one tuple; negative
-            for the table of that tuple; None for others.
-        is_output: whether a result of the program lies in it.
-        is_constant: whether a constant does.
-        values: what lies in it; the values of temporaries share it over time.
+        size: the number of bytes.
+        parameter: the number of the program's argument that it holds, also if the arguments are
+            passed as one tuple; negative for the pointer table of that tuple; None if it holds no
+            argument.
+        is_output: whether it holds a result of the program.
+        is_constant: whether it holds a constant.
+        values: the values that it holds; temporaries may share it over time.
     """
 
     size: int
@@ -78,8 +78,8 @@ class Buffers:
     """A program's main memory on one device.
 
     Attributes:
-        allocations: all of them; none is shared with another.
-        ranges: by value, the first and the last instruction at which it is alive.
+        allocations: all allocations, which do not overlap.
+        ranges: for each value, the first and the last instruction at which it is live.
     """
 
     allocations: tuple[Allocation, ...]
@@ -87,27 +87,27 @@ class Buffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all allocations: what the program needs at once."""
+        """The bytes of all allocations: the memory that the program reserves."""
         return sum(allocation.size for allocation in self.allocations)
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of the program's arguments."""
+        """The bytes of the program's arguments."""
         return sum(a.size for a in self.allocations if a.parameter is not None)
 
     @property
     def new_result_bytes(self) -> int:
-        """Bytes of the results that take no argument's place."""
+        """The bytes of results that do not take over an argument's buffer."""
         return sum(a.size for a in self.allocations if a.parameter is None and a.is_output)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of all results, but the arguments that are results as they are."""
+        """The bytes of all results, without arguments that are returned unchanged."""
         return sum(a.size for a in self.allocations if a.is_output)
 
     @property
     def temporaries(self) -> tuple[Allocation, ...]:
-        """The allocations of neither parameters, results nor constants."""
+        """The allocations that hold neither arguments, results nor constants."""
         return tuple(
             a
             for a in self.allocations
@@ -115,9 +115,9 @@ class Buffers:
         )
 
     def live_at_peak(self) -> tuple[HloValue, ...]:
-        """The values in temporary memory when most of it is in use, the largest first.
+        """The live temporaries when most temporary memory is in use, the largest first.
 
-        A value that lies where another does, as an update in place, counts once.
+        Values at the same place, as after an update in place, are listed once.
         """
         events: list[tuple[int, int, HloValue]] = []
         for allocation in self.temporaries:
@@ -149,12 +149,12 @@ def read(folder: str | Path) -> Buffers:
     """The buffers of the program that was compiled last with this folder as `xla_dump_to`.
 
     Raises:
-        PlanError: the compiler wrote no such text.
+        PlanError: the compiler wrote no such file.
     """
     assignments = sorted(Path(folder).glob("*after_optimizations-buffer-assignment.txt"))
     if not assignments:
         raise PlanError(
-            "a plan reads what the compiler writes of a program's memory; XLA wrote nothing into "
+            "a plan reads the buffer assignment that XLA writes for a program; XLA wrote none into "
             f"{folder}. Leave xla_dump_to out of spmd.config.compiler_options and of XLA_FLAGS."
         )
     ranges = assignments[-1].with_name(

@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        0 if everything fits (or the devices are CPUs); 1 if a program does not fit; 2 for arguments
-        that cannot work, and for a script that reads a value before its first step is complete;
-        130 after Ctrl-C.
+        0 if everything fits (or the devices are CPUs); 1 if a program does not fit; 2 for invalid
+        arguments, and for a script that reads a value before its first step is complete; 130 after
+        Ctrl-C.
     """
     options = parser().parse_args(argv)
     try:
@@ -82,7 +82,7 @@ def _search(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that prints a line and moves the bar, which is there if tqdm is."""
+    """A function that prints a line, and advances a progress bar if tqdm is installed."""
     try:
         from tqdm import tqdm  # noqa: PLC0415  (optional)
     except ImportError:
@@ -105,7 +105,11 @@ def exit_code(made: TopologyPlan) -> int:
 
 
 def script_of(words: Sequence[str]) -> Callable[[], None]:
-    """A function that runs a Python command line, without its interpreter, in this process."""
+    """A function that runs a Python command line in this process.
+
+    Args:
+        words: the command line without the interpreter.
+    """
     if words[0] == "-m":
         return lambda: _run(words[1], list(words[1:]), is_module=True)
     return lambda: _run(words[0], list(words), is_module=False)

@@ -1,12 +1,12 @@
-"""Compiles one StableHLO module for a TPU topology, as far as its memory is known.
+"""Compiles one StableHLO module for a TPU topology, up to buffer assignment.
 
-A program of its own, run by its path: it imports neither torch nor this package, so it starts fast
-and takes little memory. XLA writes the optimised module and its buffers after about a fifth of a
-compilation. The rest makes machine code, which nobody runs, and takes most of the memory; so the
-process ends before it, unless the size of the code is asked for.
+This is a script of its own, run by its path: it imports neither torch nor this package, so it
+starts fast and takes little memory. XLA writes the optimised module and its buffer assignment after
+about a fifth of a compilation. The rest generates machine code, which nobody runs, and takes most
+of the memory; so the process ends before that, unless the size of the code was requested.
 
-Enter: a folder with `REQUEST` and `MODULE`. Leave: XLA's texts in that folder, or `ERROR`, and
-`CODE_BYTES` if it is asked for.
+Input: a folder with `REQUEST` and `MODULE`. Output: XLA's texts in that folder, or `ERROR`, and
+`CODE_BYTES` if requested.
 """
 
 import json
@@ -28,11 +28,11 @@ from jaxlib.mlir import ir
 
 REQUEST, MODULE, ERROR = "request.json", "module.mlirbc", "error.txt"
 CODE_BYTES = "code_bytes.txt"
-# What XLA writes next after the texts that a plan reads. A compiler that does not write it is
-# waited for.
+# The file that XLA writes right after those that a plan reads. If a compiler does not write it,
+# this waits for the end of the compilation.
 _FURTHER = "*.after_optimizations_after_buffer_assignment.txt"
 _POLL_S = 0.05
-# From here on, jax hands the arguments of a TPU's program over as one tuple.
+# With more arguments than this, jax passes those of a TPU's program as one tuple.
 _MAX_ARGUMENTS = 2000
 
 
@@ -40,7 +40,7 @@ def main(folder: Path) -> int:
     """Compiles the module in the folder.
 
     Returns:
-        0, also if the compiler refuses the module: its words are in `ERROR` then.
+        0, also if the compiler refuses the module; its message is then in `ERROR`.
     """
     request = json.loads((folder / REQUEST).read_text())
     _in_background(_wait_for_the_end_of_the_parent)
@@ -67,7 +67,7 @@ def main(folder: Path) -> int:
 
 
 def _options(module: ir.Module, request: dict[str, Any]) -> xla_client.CompileOptions:
-    """The options with which `jax.jit` compiles such a module, whose arguments have shardings."""
+    """The options with which `jax.jit` compiles a module whose arguments have shardings."""
     ids = request["device_ids"]
     function: Any = ir.SymbolTable(module.operation)["main"]
     num_arguments = len(function.arguments)
@@ -75,7 +75,7 @@ def _options(module: ir.Module, request: dict[str, Any]) -> xla_client.CompileOp
     options.num_replicas, options.num_partitions = 1, len(ids)
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([ids], np.int32))
     options.parameter_is_tupled_arguments = num_arguments > _MAX_ARGUMENTS
-    options.profile_version = -1  # there is no profile
+    options.profile_version = -1  # no profile is given
     options.env_option_overrides = list(request["options"].items())
     build = options.executable_build_options
     build.use_spmd_partitioning = True
@@ -95,7 +95,7 @@ def _wait_for_texts(folder: Path) -> None:
 
 
 def _wait_for_the_end_of_the_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # the parent writes nothing, and its end closes the pipe
+    os.read(sys.stdin.fileno(), 1)  # returns when the parent ends, which closes the pipe
     _end(1)
 
 
@@ -104,7 +104,7 @@ def _in_background(function: Callable[..., None], *arguments: Path) -> None:
 
 
 def _end(code: int) -> None:
-    """Ends the process while the compiler's threads work."""
+    """Ends the process while the compiler's threads still run."""
     sys.stderr.flush()
     os._exit(code)
 
@@ -112,6 +112,6 @@ def _end(code: int) -> None:
 if __name__ == "__main__":
     try:
         _end(main(Path(sys.argv[1])))
-    except BaseException:  # Python's own end would wait for threads, and crash
+    except BaseException:  # Python's regular exit would wait for the threads, and crash
         traceback.print_exc()
         _end(1)

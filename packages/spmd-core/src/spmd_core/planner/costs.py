@@ -1,4 +1,4 @@
-"""A planned program's FLOPs and bytes, and the bounds on time by its devices' data sheets."""
+"""A planned program's FLOPs and bytes, and bounds on its time from the devices' data sheets."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,23 @@ from spmd_core.source_lines import Phase
 
 @dataclass(frozen=True)
 class Costs:
-    """What a program computes and moves; times are bounds that no schedule beats: *modelled*.
+    """The FLOPs and bytes of a program; times are *modelled*: lower bounds for any schedule.
 
     Attributes:
-        model_flops: of products, convolutions and attention, over all devices, as torch counts them
-            (`metrics.count_flops`), without what checkpoints compute again.
-        recomputed_flops: of what checkpoints compute again.
-        compiler_flops: of the products and convolutions of one device in the optimised module, in
-            all runs of loops; custom kernels and branches count nothing.
-        least_bytes: that one device must read and write: each argument and each result once.
-        ici_bytes, dcn_bytes: that one device sends over the chips' links and over the network
-            between slices, by the algorithm on a ring.
-        compute_s: all FLOPs at the chip's peak; None for CPUs, as are all times.
-        memory_s: `least_bytes` at the memory's bandwidth.
-        ici_s, dcn_s: the bytes at the bandwidth of all links; None where none is published.
-        bound_s: the largest of these.
-        mfu_bound: the model FLOPs in `bound_s`, as a part of the devices' peak.
+        model_flops: FLOPs of products, convolutions and attention over all devices, as torch counts
+            them (`metrics.count_flops`), without recomputation.
+        recomputed_flops: FLOPs of the recomputation of checkpoints.
+        compiler_flops: FLOPs of the products and convolutions of one device in the optimised
+            module, over all iterations of loops, without custom kernels and conditionals.
+        least_bytes: bytes that one device must read and write: each argument and result once.
+        ici_bytes, dcn_bytes: bytes that one device sends over the links between chips, and over
+            the network between slices, with ring algorithms.
+        compute_s: the time of all FLOPs at the chip's peak. All times are None for CPUs.
+        memory_s: the time of `least_bytes` at the memory's bandwidth.
+        ici_s, dcn_s: the time of these bytes at the bandwidth of all links; None if no bandwidth is
+            published.
+        bound_s: the largest of these times.
+        mfu_bound: the model FLOPs in `bound_s`, as a fraction of the devices' peak.
     """
 
     model_flops: int
@@ -51,10 +52,10 @@ def costs_of(
     """The costs of a compiled program on these devices.
 
     Args:
-        graph: of the program.
+        graph: the program's graph.
         hlo: its optimised HLO as text.
-        buffers: its allocations.
-        collectives: what it moves.
+        buffers: its buffer assignment.
+        collectives: its collectives.
         topology: the devices.
     """
     model, recomputed = _recorded_flops(graph)
@@ -88,7 +89,7 @@ def costs_of(
 
 
 def _recorded_flops(graph: RecordedGraph) -> tuple[int, int]:
-    """FLOPs of the recorded operations: those of the model, and those of recomputations."""
+    """The FLOPs of the recorded operations: of the model, and of recomputation."""
     model = again = 0
     for position, _, flops in operation_flops(graph):
         origin = graph.nodes[position].origin

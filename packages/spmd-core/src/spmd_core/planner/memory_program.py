@@ -1,4 +1,4 @@
-"""Compiles programs for TPUs that are not there, as far as their memory is known."""
+"""Compiles programs for absent TPUs, up to buffer assignment."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from spmd_core.program.program import Program, new_record
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import replicated
 
-# Not imported: it runs in another process. The names are those of `planner/compiler.py`.
+# The script is not imported, as it runs in another process. The names are those that it uses.
 _COMPILER = Path(__file__).with_name("compiler.py")
 _REQUEST, _MODULE, _ERROR = "request.json", "module.mlirbc", "error.txt"
 _CODE_BYTES = "code_bytes.txt"
@@ -32,7 +32,7 @@ _OPTIMISED = "*.after_optimizations.txt"
 
 @dataclass(frozen=True)
 class _Text:
-    """In place of an executable: the optimised module that XLA wrote into a folder."""
+    """Stands in for an executable: the optimised module that XLA wrote into a folder."""
 
     folder: Path
 
@@ -41,20 +41,21 @@ class _Text:
 
 
 def compile_buffers(lowered: Lowered, topology: Topology, *, machine_code: bool) -> Program:
-    """A program that cannot run: its buffers, its optimised module, and the size of its code.
+    """A program that cannot run, with its buffer assignment and its optimised module.
 
-    A process of its own compiles it (`planner/compiler.py`) and ends when that much is known. The
-    record has no FLOPs, and no bytes but those of the code; `buffer_text.read` has them.
+    Another process compiles it (`planner/compiler.py`), and ends after buffer assignment. The
+    program's record has no FLOPs, and no bytes but those of machine code; `buffer_text.read` has
+    the bytes of buffers.
 
     Args:
         lowered: the program. Each result has a mark or is a scalar.
-        topology: TPUs.
-        machine_code: whether to make the machine code, which takes most of the time and memory of a
-            compilation, for its size.
+        topology: the TPUs.
+        machine_code: whether to generate machine code, for its size. It takes most of the time and
+            memory of a compilation.
 
     Raises:
-        JaxRuntimeError: the compiler refused the program, for instance as it does not fit.
-        PlanError: the compiler's process ended without a word.
+        JaxRuntimeError: the compiler refused the program, for instance because it does not fit.
+        PlanError: the compiler's process ended without a result.
     """
     start = time.perf_counter()
     options = compile_options(lowered.graph)
@@ -80,22 +81,22 @@ def write_buffers(
     *,
     machine_code: bool = False,
 ) -> int:
-    """Has XLA write a program's buffers and its optimised module into a folder, and no more.
+    """Has XLA write a program's buffer assignment and its optimised module into a folder.
 
     Args:
         lowered: the program, by `jax.jit(...).lower(...)`. Each argument and result has a sharding.
-        folder: made here. `buffer_text.read` reads it.
-        topology: TPUs.
-        device_ids: those of them that the program runs on, in the mesh's order.
-        options: XLA's, beside those that have it write.
-        machine_code: whether to compile to the end, for the size of the code.
+        folder: created here. `buffer_text.read` reads it.
+        topology: the TPUs.
+        device_ids: the devices of the program, in the mesh's order.
+        options: further XLA options.
+        machine_code: whether to compile to the end, for the size of the machine code.
 
     Returns:
-        Bytes of machine code; 0 without.
+        The bytes of machine code; 0 without `machine_code`.
 
     Raises:
-        JaxRuntimeError: the compiler refused the program, for instance as it does not fit.
-        PlanError: the compiler's process ended without a word.
+        JaxRuntimeError: the compiler refused the program, for instance because it does not fit.
+        PlanError: the compiler's process ended without a result.
     """
     folder.mkdir(parents=True)
     request = {
@@ -118,13 +119,13 @@ def write_buffers(
 
 def _run(folder: Path) -> None:
     """Runs the compiler's process on a folder, to its end; an interruption ends it, too."""
-    # -P: the compiler's own folder has modules with names that other packages have.
+    # -P keeps the script's folder off sys.path: it has modules with the names of other packages.
     words = [sys.executable, "-P", str(_COMPILER), str(folder)]
     search_path = os.pathsep.join(entry for entry in sys.path if entry)
     with (folder / "stderr.txt").open("w+b") as words_of_it:
         with devices.libtpu_without_tpus():
-            # libtpu ends a process with XLA_FLAGS that it does not know, such as those of the CPU's
-            # compiler. Its own are in LIBTPU_INIT_ARGS.
+            # libtpu aborts for XLA_FLAGS that it does not know, such as those of the CPU backend.
+            # Its own flags are in LIBTPU_INIT_ARGS.
             kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
             child = subprocess.Popen(
                 words,
@@ -145,6 +146,6 @@ def _run(folder: Path) -> None:
             lines = words_of_it.read().decode(errors="replace").strip().splitlines()
             raise PlanError(
                 "the compiler's process must end with a result or an error of XLA; it ended with "
-                f"code {code} and {lines[-1] if lines else 'no word'!r}. A code of -9 is Linux's "
-                "when the host's memory is used up: plan on a host with more."
+                f"code {code} and {lines[-1] if lines else 'no message'!r}. Linux ends a process "
+                "with code -9 when the host's memory is used up: plan on a host with more memory."
             )

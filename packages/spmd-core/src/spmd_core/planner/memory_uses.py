@@ -1,4 +1,4 @@
-"""What a planned program's memory is for: parameters, optimizer state, gradients, activations."""
+"""Attributes a planned program's memory to parameters, optimizer state, activations and so on."""
 
 import re
 from collections import Counter
@@ -13,11 +13,11 @@ from spmd_core.program.program_graph import Node, RecordedGraph
 from spmd_core.source_lines import Origin, Phase
 
 _POSITION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)#(?P<position>\d+)/")
-_MAX_SOURCES = 8  # steps back to an instruction that has a torch operation's name
+_MAX_SOURCES = 8  # how many operands to follow back to an instruction named after a torch operation
 
 
 class MemoryUse(StrEnum):
-    """What bytes of a device's memory are for."""
+    """The use of a part of a device's memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer state"
@@ -26,7 +26,7 @@ class MemoryUse(StrEnum):
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
     TEMPORARIES = "temporaries"
-    # What the compiler's packing of temporaries leaves unused when most of them are alive.
+    # Memory between temporaries that XLA's packing leaves unused at the peak.
     GAPS = "gaps between temporaries"
     CODE = "code"
     ELSEWHERE = "other programs' arrays"
@@ -34,15 +34,15 @@ class MemoryUse(StrEnum):
 
 @dataclass(frozen=True)
 class Buffer:
-    """One value in a device's memory when most of it is in use.
+    """A value in a device's memory at the peak.
 
     Attributes:
-        part: what it is for.
-        num_bytes: on one device.
-        shape: XLA's, on one device: "f32[64,1024]".
-        op: the torch operation that makes it, such as "aten::mm"; empty if that is not known.
-        origin: the user's line and module; None if not known. For an argument: where it was made,
-            and the module of the parameter that it is, or is optimizer state of.
+        part: its use.
+        num_bytes: its bytes on one device.
+        shape: its shape on one device in XLA's notation: "f32[64,1024]".
+        op: the torch operation that computes it, such as "aten::mm"; empty if not known.
+        origin: the user's source line and module; None if not known. For an argument, the line that
+            created it, and the module of the parameter that it is, or whose optimizer state it is.
     """
 
     part: MemoryUse
@@ -54,13 +54,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the operations and the leaves of a program are to training.
+    """The roles of a program's operations and leaves in training.
 
     Attributes:
-        leaves: by leaf.
-        after: the position of the first operation behind the last backward pass; the number of all
-            operations in a program without one.
-        gradients: the operations of a backward pass whose results are read behind it.
+        leaves: the use of each leaf.
+        after: the position of the first operation after the last backward pass; the number of all
+            operations if there is no backward pass.
+        gradients: the operations of a backward pass whose results are read after it.
     """
 
     leaves: tuple[MemoryUse, ...]
@@ -68,7 +68,7 @@ class Roles:
     gradients: frozenset[int]
 
     def of_operation(self, position: int, phase: Phase | None) -> MemoryUse:
-        """What the result of an operation is, while it is a temporary."""
+        """The use of an operation's result while it is a temporary."""
         if position in self.gradients:
             return MemoryUse.GRADIENTS
         if position < self.after and phase is Phase.FORWARD:
@@ -79,12 +79,12 @@ class Roles:
 def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
     """The roles of a graph's operations and leaves.
 
-    A leaf that stays from step to step is a parameter if a forward or backward pass reads it, and
-    optimizer state if only what follows does.
+    A leaf that persists between steps is a parameter if a forward or backward pass reads it, and
+    optimizer state if only later operations do.
 
     Args:
-        graph: with origins.
-        kept: the positions of the leaves that the program updates, or that another run reads again.
+        graph: the graph, with origins.
+        kept: the positions of the leaves that the program updates, or that a later run reads again.
     """
     first_result = _first_results(graph.nodes)
     backward = [
@@ -103,7 +103,7 @@ def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
                     read_before.add(-number - 1)
             elif i >= after and made_by[number] in in_backward:
                 gradients.add(made_by[number])
-    # What hands a value on has the name of the operation below, which makes it.
+    # If a gradient is only passed on, the operation that computes it gives XLA's buffer its name.
     passing = [i for i in gradients if _hands_on(graph.nodes[i])]
     while passing:
         below = made_by.get(graph.nodes[passing.pop()].inputs[0])
@@ -127,7 +127,7 @@ def _is_backward(origin: Origin) -> bool:
 
 
 def _hands_on(node: Node) -> bool:
-    """Whether an operation's result is its operand, sharded or typed or cut in another way."""
+    """Whether an operation only passes its operand on: marks, casts, reshapes and slices."""
     return node.entry.traits.elements <= Elements.RESHAPED
 
 
@@ -146,16 +146,16 @@ def _first_results(nodes: Sequence[Node]) -> list[int]:
 def at_peak(
     graph: RecordedGraph, found: Roles, buffers: Buffers, hlo: str, num_number_arrays: int
 ) -> tuple[Buffer, ...]:
-    """Everything that lies in a device's memory when most of it is in use, the largest first.
+    """All values in a device's memory at the peak, the largest first.
 
-    The sum over all is the memory that the program reserves, without code.
+    Their sum is the memory that the program reserves, without code.
 
     Args:
-        graph: of the program.
-        found: its roles.
-        buffers: its allocations.
+        graph: the program's graph.
+        found: the roles of its operations and leaves.
+        buffers: its buffer assignment.
         hlo: its optimised HLO as text, for the names of torch operations.
-        num_number_arrays: the parameters of the program that come before its leaves.
+        num_number_arrays: the number of the program's parameters before its leaves.
     """
     operations = _Operations(graph, found, hlo)
     modules = _modules(graph, found)
@@ -186,15 +186,15 @@ def at_peak(
 
 
 def _modules(graph: RecordedGraph, found: Roles) -> dict[int, str]:
-    """By leaf, the module that it belongs to.
+    """The module that each leaf belongs to, as far as it is known.
 
-    That of a parameter is the first that reads it. Optimizer state has that of the gradient which
-    it meets first, maybe after a step of its own, such as a decay. Operations on many tensors at
-    once, such as fused optimizers, do not tell.
+    A parameter belongs to the first module that reads it. Optimizer state belongs to the module of
+    the gradient that it is combined with first, maybe after an operation of its own, such as a
+    decay. Operations on many tensors at once, such as fused optimizers, show nothing.
     """
     of_leaf: dict[int, str] = {}
     of_value: dict[int, str] = {}
-    leaf_of_value: dict[int, int] = {}  # of what is made of one leaf alone
+    leaf_of_value: dict[int, int] = {}  # for values that are computed from a single leaf
     for first, node in zip(_first_results(graph.nodes), graph.nodes):
         module = node.origin.module if node.origin is not None else ""
         leaves = [-x - 1 if x < 0 else leaf_of_value.get(x) for x in node.inputs]
@@ -216,7 +216,7 @@ def _modules(graph: RecordedGraph, found: Roles) -> dict[int, str]:
 
 
 def sums(rows: Sequence[Buffer]) -> dict[MemoryUse, int]:
-    """Bytes by part."""
+    """The bytes of each use."""
     totals: Counter[MemoryUse] = Counter()
     for row in rows:
         totals[row.part] += row.num_bytes
@@ -236,7 +236,7 @@ class _Operations:
         }
 
     def buffer(self, value: HloValue, size: int, part: MemoryUse | None = None) -> Buffer:
-        """A value with its operation, line and part."""
+        """A value with its operation, source line and use."""
         match = self._match(value.instruction)
         if match is None or int(match["position"]) >= len(self._graph.nodes):
             return Buffer(part or MemoryUse.TEMPORARIES, size, value.shape, "", None)
@@ -247,7 +247,7 @@ class _Operations:
         return Buffer(part, size, value.shape, match["op"], origin)
 
     def _match(self, name: str) -> re.Match[str] | None:
-        """The operation that an instruction is named after; a copy has the name of its source."""
+        """The torch operation in an instruction's metadata; for a copy, that of its source."""
         for _ in range(_MAX_SOURCES):
             instruction = self._instructions.get(name)
             if instruction is None:

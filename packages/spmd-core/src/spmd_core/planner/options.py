@@ -12,13 +12,13 @@ from spmd_core.errors import PlanError
 from spmd_core.planner.topology_names import parse
 
 EXIT_USAGE = 2
-_OF_ONE = ("steps", "all", "code")  # options of a plan of one command
+_OF_ONE = ("steps", "all", "code")  # options that do not combine with --search
 
 
 def check_command_line() -> None:
-    """Ends this process if it is `python -m spmd_core.plan` with --help, or cannot work.
+    """Ends this process if it is `python -m spmd_core.plan` with --help or invalid arguments.
 
-    Call it while `sys.argv[0]` is "-m": it then stands for the module that Python is to run.
+    Call it while `sys.argv[0]` is "-m", as it is until Python has imported the module to run.
     """
     if not sys.orig_argv[-len(sys.argv)].endswith("spmd_core.plan"):
         return
@@ -34,7 +34,7 @@ def check(options: argparse.Namespace) -> None:
     """Checks the options before anything is planned.
 
     Raises:
-        PlanError: one cannot work, or two do not fit together.
+        PlanError: an option is invalid, or two options exclude each other.
     """
     words_of(options.command)
     parse(options.topology, num_slices=options.slices)
@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> None:
     of_one = [f"--{name}" for name in _OF_ONE if getattr(options, name) != plain.get_default(name)]
     if options.search and of_one:
         raise PlanError(
-            f"--search ranks plans as they are without {', '.join(of_one)}; got both. Leave out "
+            f"--search cannot be combined with {', '.join(of_one)}; got both. Leave out "
             f"{of_one[0]}, or plan one command without --search."
         )
     if options.json is not None and options.json.is_dir():
@@ -69,7 +69,7 @@ def values_of(text: str) -> tuple[str, list[str]]:
     chosen = [value for value in values.split(";") if value]
     if not (name and equals and chosen):
         raise PlanError(
-            f"--values names an option and its values; got {text!r}. Write e.g. "
+            f"--values takes an option and its values; got {text!r}. Write for instance "
             "--values 'remat=none;full'."
         )
     return name, chosen
@@ -100,26 +100,26 @@ def words_of(command: Sequence[str]) -> list[str]:
     if len(words) >= 2 and words[0] == "-m":
         if not _is_there(words[1]):
             raise PlanError(
-                f"the module that is planned must exist; Python finds no {words[1]!r} from "
-                f"{Path.cwd()} on. Correct its name, or run the command in the folder that has it."
+                f"the module to plan must exist; Python finds no {words[1]!r} from {Path.cwd()}. "
+                "Correct its name, or run the command in the folder that has it."
             )
         return words
     if words and words[0].endswith(".py"):
         if not Path(words[0]).is_file():
             raise PlanError(
-                f"the script that is planned must exist; {words[0]!r} is no file in {Path.cwd()}. "
+                f"the script to plan must exist; {words[0]!r} is no file in {Path.cwd()}. "
                 "Correct its path."
             )
         return words
     raise PlanError(
-        "what is planned is a Python script with its options, behind --; got "
+        "a plan takes a Python script with its options, after --; got "
         f"{' '.join(given) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
         "--smoke --mesh fsdp=8"
     )
 
 
 def _is_there(module: str) -> bool:
-    """Whether Python finds a module by its whole name. Imports nothing, not even its packages."""
+    """Whether Python finds a module, by its full name. Imports nothing, not even its packages."""
     names = module.split(".")
     here = [str(Path.cwd()), *sys.path]
     found = PathFinder.find_spec(names[0], here) or importlib.util.find_spec(names[0])
@@ -135,53 +135,53 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m spmd_core.plan",
         allow_abbrev=False,
-        description="Plans a training script for devices that are not there: compiles its programs "
-        "and runs none. Prints what they take of each device's memory, what moves between devices, "
-        "and bounds on the time of a step.",
+        description="Plans a training script for devices that need not exist: compiles its "
+        "programs and runs none. Prints the memory that they take on each device, their "
+        "collectives, and lower bounds on the time of a step.",
         epilog="example: python -m spmd_core.plan --topology v4-16 -- python -m "
         "examples.gpt2.train --preset 4B --mesh fsdp=8",
     )
     options.add_argument(
         "--topology",
         required=True,
-        help="v4-8, v4-16, v5e-8, v5p-512, v6e-256, ... as Google Cloud names them; v4:2x2x2 as "
-        "libtpu does; cpu-64 for emulated devices",
+        help="v4-8, v4-16, v5e-8, v5p-512, v6e-256, ... as in Google Cloud; v4:2x2x2 as in "
+        "libtpu; cpu-64 for emulated devices",
     )
     options.add_argument("--slices", type=_count, default=1, help="TPU slices (default: 1)")
     options.add_argument(
         "--steps",
         type=_count,
         default=3,
-        help="steps that update a state and bring no new program, after which the plan is complete "
-        "(default: 3)",
+        help="the number of steps that update state and compile nothing new after which the plan "
+        "is complete (default: 3)",
     )
     options.add_argument(
         "--all",
         action="store_true",
-        help="also compiles the programs of training steps that later ones do not repeat, such as "
-        "of the first, which makes the optimizer's state",
+        help="also compiles the programs of training steps that later steps do not repeat, such as "
+        "the first step, which creates the optimizer state",
     )
     options.add_argument(
         "--code",
         action="store_true",
-        help="also makes the machine code and counts its bytes; for TPUs this takes several times "
-        "as long, and as much of the host's memory",
+        help="also generates machine code and counts its bytes; for TPUs this takes several times "
+        "as long, and several times as much of the host's memory",
     )
     options.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
     options.add_argument(
         "--search",
         metavar="NAMES",
         default="",
-        help="plans the command with every combination of values of these of its options, such as "
-        "batch,remat,mesh, and ranks what fits",
+        help="plans the command with every combination of values of these options, such as "
+        "batch,remat,mesh, and ranks the combinations that fit",
     )
     options.add_argument(
         "--values",
         action="append",
         default=[],
         metavar="NAME=V;V",
-        help="the values of one option of --search, instead of: the command's batch doubled, the "
-        "recipes' --remat, meshes of fsdp and tensor",
+        help="the values of one option of --search; by default doublings of the command's batch, "
+        "the recipes' values of --remat, and meshes of fsdp and tensor",
     )
     options.add_argument(
         "--cache",

@@ -1,9 +1,10 @@
 """Plans a function: records it, compiles its programs for a topology, and runs none of them.
 
-The process's devices are exchanged for those of the topology (`runtime.devices.exchanged`), for
-which libtpu compiles without a TPU. Arrays then have no elements (`runtime.abstract`), and whatever
-reads one is refused; nothing else knows of plans. XLA writes the buffers of each program to a
-folder (`planner.buffer_text`), and the graph says what they are for (`planner.memory_uses`).
+The process's devices are replaced by those of the topology (`runtime.devices.exchanged`), for which
+libtpu compiles without a TPU. Arrays are then abstract (`runtime.abstract`): they have no elements,
+and reading one is refused. Nothing else knows of plans. XLA writes the buffer assignment of each
+program to a folder (`planner.buffer_text`), and the graph tells the use of each buffer
+(`planner.memory_uses`).
 """
 
 import functools
@@ -39,13 +40,13 @@ from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.source_lines import Phase
 from spmd_core.steps import closures
 
-# Steps that update a state without a compile, after which a plan is complete. More than one: a
-# script may end each of the backward passes that it accumulates as a step.
+# The number of steps that update state and compile nothing new after which a plan is complete. More
+# than one, because a script may end each backward pass that it accumulates as a step.
 _QUIET_STEPS = 3
 
 
 class _CompleteError(BaseException):
-    """Ends the function: its steps compile nothing new. No `except Exception` catches it."""
+    """Ends the function when its steps compile nothing new. No `except Exception` catches it."""
 
 
 @dataclass
@@ -54,9 +55,9 @@ class _Seen:
 
     Attributes:
         program: the program.
-        kept: the leaves that it updates, or that another run reads again.
-        elsewhere: bytes on a device that belong to other arrays while it runs, at most.
-        is_step: whether the steps that bring no new program run it.
+        kept: the positions of leaves that it updates, or that a later run reads again.
+        elsewhere: the most bytes that other arrays take on a device while it runs.
+        is_step: whether it runs in the steps that compile nothing new.
     """
 
     program: PlannedProgram
@@ -81,7 +82,7 @@ class _Recorder:
 
     def on_program(self, program: PlannedProgram, leaves: Sequence[AbstractArray]) -> None:
         assert self.run is not None
-        gc.collect()  # or what lies in cycles would count until the collector happens to come
+        gc.collect()  # else arrays in reference cycles would count until the next collection
         self._is_new = self._is_new or program not in self.seen
         seen = self.seen.setdefault(program, _Seen(program))
         seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))
@@ -111,7 +112,7 @@ class _Recorder:
             raise _CompleteError
 
     def before_read(self) -> None:
-        """Ends a plan that has seen a step that compiled nothing new, at a read."""
+        """At a read, ends a plan that has seen a step that compiled nothing new."""
         if self.num_quiet:
             self.is_complete = True
             raise _CompleteError
@@ -129,36 +130,36 @@ def plan(
 ) -> TopologyPlan:
     """What a training function takes on devices that need not exist.
 
-    The function is called here: it records its operations as always, no program runs, no data is
-    sent, and nothing is allocated but what the function itself makes in host memory. It ends when
-    the steps that update a state, such as parameters, bring no new program; a function without such
+    The function is called here and records its operations as usual, but no program runs, no data is
+    transferred, and only what the function itself creates in host memory is allocated. It is ended
+    when steps that update state, such as parameters, compile nothing new; a function without such
     steps runs to its end. Then the programs are compiled for the topology's devices. Functions
-    given to `add_step_closure` are not called. Random numbers are drawn again afterwards.
+    given to `add_step_closure` are not called. The state of the random generator is restored.
 
     Args:
-        function: makes its model, optimizer and data, and trains; `sync()` ends its steps.
+        function: creates its model, optimizer and data, and trains; `sync()` ends its steps.
         topology: "v4-16", "v5e-8", libtpu's "v4:2x2x2", "cpu-64" (see
-            `planner.topology_names.parse`), or a topology that was found.
-        num_slices: of TPUs, joined by the data center's network.
-        quiet_steps: the steps that complete the plan, each of which updates a state and brings no
-            new program.
-        compile_all: whether to compile the programs of earlier training steps, too, such as of the
-            first, which makes the optimizer's state.
-        machine_code: whether to compile to machine code for TPUs and count its bytes. That takes
-            several times as long, and as much of the host's memory; without, the code is left out.
-            XLA's compiler for CPUs does not tell its size.
+            `planner.topology_names.parse`), or the result of `find_topology`.
+        num_slices: the number of TPU slices, joined by the data center's network.
+        quiet_steps: the number of steps that update state and compile nothing new after which the
+            plan is complete.
+        compile_all: whether to also compile the programs of earlier training steps, such as the
+            first, which creates the optimizer state.
+        machine_code: whether to generate machine code for TPUs and count its bytes. That takes
+            several times as long, and several times as much of the host's memory. XLA's compiler
+            for CPUs does not tell the size of its code.
 
     Returns:
-        The plan, with the compiler's words for each program that does not fit the memory.
+        The plan, with the compiler's message for each program that does not fit the memory.
 
     Raises:
-        PlanError: no such topology, or libtpu is not installed.
-        PlanReadError: the function reads a value before any step was complete: its line, and what
-            to change.
+        PlanError: there is no such topology, or libtpu is not installed.
+        PlanReadError: the function reads a value before any step was complete; the message has the
+            line, and what to change.
     """
     if abstract.run() is not None:
         raise PlanError(
-            "a plan cannot be made inside of a plan; got a second one. Plan them apart."
+            "a plan cannot be made inside of a plan; got a second one. Make them one after another."
         )
     require_callable("function", function)
     require_kind("topology", topology, str, Topology, write="for instance topology='v4-8'")
@@ -170,7 +171,7 @@ def plan(
         else find_topology(topology, num_slices=num_slices)
     )
     if devices.is_started():
-        execution.cut(wait=True)  # what is pending belongs to the devices that are there
+        execution.cut(wait=True)  # pending tensors belong to the process's own devices
     folder = Path(tempfile.mkdtemp(prefix="spmd-plan-"))
     recorder = _Recorder(quiet_steps)
     recorder.run = run = abstract.Run(folder, recorder.on_program, recorder.before_read)
@@ -193,8 +194,8 @@ def plan(
                     raise
                 ended_by = str(error)
             except DeviceMemoryError as error:
-                # Of a program that is compiled while the function runs: where its results lie is
-                # the compiler's choice.
+                # This program was compiled while the function ran, because the compiler chooses
+                # the placement of its results.
                 refusals.append(str(error))
                 ended_by = "a program does not fit whose results the compiler places; mark them"
             finally:
@@ -218,12 +219,12 @@ def plan(
 
 
 def is_planning() -> bool:
-    """Whether this code is planned: its programs are compiled and not run, and have no values."""
+    """Whether a plan is in progress: programs are not run, and tensors have no values."""
     return abstract.run() is not None
 
 
 def _is_superseded(seen: _Seen) -> bool:
-    """Whether a training step ran this program that later ones do not repeat."""
+    """Whether only training steps that later steps do not repeat ran this program."""
     return not seen.is_step and any(
         node.origin is not None and node.origin.phase is not Phase.FORWARD
         for node in seen.program.graph.nodes
@@ -231,10 +232,10 @@ def _is_superseded(seen: _Seen) -> bool:
 
 
 def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> ProgramPlan:
-    """Compiles a program, and reads what the compiler tells.
+    """Compiles a program, and reads the compiler's output.
 
     Raises:
-        DeviceMemoryError: it does not fit.
+        DeviceMemoryError: the program does not fit.
     """
     planned = seen.program
     if topology.request is None or planned.is_compiled:

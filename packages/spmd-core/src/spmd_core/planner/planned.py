@@ -1,4 +1,4 @@
-"""A plan: what its programs take, as a text for people and as plain values for a file."""
+"""A plan: the memory, costs and collectives of its programs, as text and as plain values."""
 
 import math
 import os
@@ -14,10 +14,10 @@ from spmd_core.planner.costs import Costs
 from spmd_core.planner.memory_uses import Buffer, MemoryUse
 from spmd_core.planner.topology import Topology
 
-# Of the plain values of `values`; raised when a field changes its meaning or goes.
+# The version of the result of `values`; raised if a field is removed or changes its meaning.
 SCHEMA = 2
 _NUM_BUFFERS = 10
-# What makes a buffer that no operation of the program does.
+# What the report names in place of an operation for buffers that no operation computes.
 _MADE_BY = dict.fromkeys((MemoryUse.PARAMETERS, MemoryUse.OPTIMIZER, MemoryUse.INPUTS), "argument")
 
 
@@ -28,14 +28,14 @@ class ProgramPlan:
     Attributes:
         name, source: as in `metrics.ProgramRecord`.
         executions: how often the planned code would have run it.
-        is_step: whether the steps that brought no new program run it.
+        is_step: whether it runs in the steps that compile nothing new.
         compile_s: seconds that tracing and compiling took here.
-        parts: bytes by what they are for, when most memory is in use. Machine code is among them
-            only in a plan that makes it, and whose compiler tells its size, as the CPU's does not.
-        buffers: what lies in memory then, the largest first.
-        state_bytes: of arguments and of results that take no argument's place: no schedule of the
-            program takes less.
-        collectives: what moves between devices.
+        parts: the bytes of each use at the peak. Machine code is included only if the plan
+            generates it, and the compiler tells its size; the CPU's does not.
+        buffers: the values in memory at the peak, the largest first.
+        state_bytes: bytes of arguments, and of results that take over no argument's buffer: no
+            schedule of the program takes less.
+        collectives: the program's collectives.
         costs: FLOPs and bytes, and the bounds on time that follow.
     """
 
@@ -52,22 +52,22 @@ class ProgramPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the program and all other arrays take of a device's memory: the sum of all parts."""
+        """The memory of one device that the program and all other arrays take at the peak."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class TopologyPlan:
-    """What a function takes on the devices of a topology, by compilation. `print` shows a report.
+    """The memory and costs of a function's programs on a topology. `print` shows a report.
 
     Attributes:
         topology: the devices.
-        programs: those that were compiled, in the order of their first runs.
-        left_out: those that were not: of steps that later steps do not repeat, such as the first,
-            which makes the optimizer's state.
-        num_steps: steps that were recorded.
-        refusals: the compiler's words for each program that does not fit the devices' memory.
-        ended_by: why the plan ended before its steps were complete; empty if it did not.
+        programs: the programs that were compiled, in the order of their first runs.
+        left_out: those that were not compiled: programs of steps that later steps do not repeat,
+            such as the first, which creates the optimizer state.
+        num_steps: the number of steps that were recorded.
+        refusals: the compiler's message for each program that does not fit the devices' memory.
+        ended_by: why the plan ended early; empty if it did not.
     """
 
     topology: Topology
@@ -84,19 +84,19 @@ class TopologyPlan:
 
     @property
     def step(self) -> ProgramPlan | None:
-        """The largest program of the steps that brought no new program; None if there is none."""
+        """The largest program of the steps that compile nothing new; None if there is none."""
         chosen = [program for program in self.programs if program.is_step]
         return max(chosen, key=lambda program: program.peak_bytes, default=None)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of one device; None if a program does not fit, and for an empty plan."""
+        """The peak on one device; None if a program does not fit, and for an empty plan."""
         largest = self.largest
         return None if self.refusals or largest is None else largest.peak_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the devices have the memory; None for CPUs, whose memory is the host's."""
+        """Whether all programs fit the devices' memory; None for CPUs, which use the host's."""
         if self.refusals:
             return False
         capacity, peak = self.topology.hbm_bytes, self.peak_bytes
@@ -115,7 +115,7 @@ class _Text:
         self._unit, self._scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
 
     def programs(self) -> list[str]:
-        """Each program: how often it runs, its peak memory, the user's line."""
+        """A line for each program: number of runs, peak memory, and source line."""
         lines = [f"  {'program':<30}{'runs':>6}{'peak':>12}{'compiled in':>13}  needed at"]
         for program in self._plan.programs:
             mark = "*" if program.is_step else " "
@@ -132,11 +132,11 @@ class _Text:
                 f"{_short(record.source)}"
             )
         if self._plan.left_out:
-            lines.append("- runs in no further step; --all compiles it, too")
+            lines.append("- runs in no further step; --all compiles it as well")
         return lines
 
     def memory(self, shown: ProgramPlan) -> list[str]:
-        """Memory by part, beside the least that it takes and what the device has."""
+        """Memory by use, with the least of any schedule, and the device's capacity."""
         rows: list[tuple[str, int, str]] = [
             (str(part), shown.parts[part], "") for part in MemoryUse if part in shown.parts
         ]
@@ -170,7 +170,7 @@ class _Text:
         ]
 
     def buffers(self, buffers: Sequence[Buffer]) -> list[str]:
-        """The largest buffers; alike ones, such as one of each layer, in one line."""
+        """The largest buffers; equal ones, such as one for each layer, share a line."""
         groups: dict[tuple[Any, ...], list[Buffer]] = {}
         for b in buffers:
             if b.part is not MemoryUse.GAPS:
@@ -190,7 +190,7 @@ class _Text:
         return lines
 
     def collectives(self, program: ProgramPlan) -> list[str]:
-        """What moves, by kind, mesh axes and network."""
+        """The collectives, by kind, mesh axes and network."""
         found = _collective_sums(self._plan, program)
         if not found:
             return ["No collectives."]
@@ -208,7 +208,7 @@ class _Text:
         c = program.costs
         lines = [
             f"FLOPs of one run: {c.model_flops / 1e12:,.2f} T of the model over all devices, "
-            f"{c.recomputed_flops / 1e12:,.2f} T computed again;",
+            f"{c.recomputed_flops / 1e12:,.2f} T recomputed;",
             f"the compiler counts {c.compiler_flops / 1e12:,.2f} T on each device, without custom "
             "kernels.",
         ]
@@ -233,7 +233,7 @@ class _Text:
 
 
 def text(plan: TopologyPlan) -> str:
-    """The report: what fits, memory by part, the largest buffers, collectives, bounds on time."""
+    """The report: programs, memory by use, largest buffers, collectives, bounds on time."""
     topology = plan.topology
     kind = "emulated CPU" if topology.chip is None else topology.chip.name
     lines = [
@@ -258,7 +258,7 @@ def text(plan: TopologyPlan) -> str:
 
 
 def _place(rows: Sequence[Buffer]) -> str:
-    """Where alike buffers come from: the user's line, and the first of their modules."""
+    """The origin of equal buffers: the user's source line, and the first of their modules."""
     origin = rows[0].origin
     assert origin is not None
     modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin and b.origin.module))
@@ -268,7 +268,7 @@ def _place(rows: Sequence[Buffer]) -> str:
 
 
 def values(plan: TopologyPlan) -> dict[str, Any]:
-    """The plan as numbers, strings, lists and dicts; bytes and FLOPs of one device if not said."""
+    """The plan as numbers, strings, lists and dicts, per device if not stated otherwise."""
     topology = plan.topology
     return {
         "schema": SCHEMA,
@@ -320,7 +320,7 @@ def _program_values(plan: TopologyPlan, program: ProgramPlan) -> dict[str, Any]:
 def _collective_sums(
     plan: TopologyPlan, program: ProgramPlan
 ) -> dict[tuple[str, str, str], tuple[int, float]]:
-    """Number and bytes sent by a device, for each kind, mesh axes, and network."""
+    """The number of collectives, and the bytes a device sends, by kind, mesh axes and network."""
     numbers: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()
     for c in program.collectives:
@@ -334,7 +334,7 @@ def _collective_sums(
 
 
 def _short(line: str) -> str:
-    """The line with the file's path from its package's folder, or from the current one."""
+    """The source line, with its path relative to site-packages or to the current folder."""
     path, _, number = line.rpartition(":")
     _, installed, inside = path.rpartition(f"{os.sep}site-packages{os.sep}")
     if installed:

@@ -1,7 +1,7 @@
-"""Searches over a script's options by planning each combination, and ranks what fits.
+"""Searches over a script's options: plans each combination, and ranks those that fit.
 
-Each combination is planned by a process of its own, as a compiler that fails may end its process.
-Finished plans are kept on disk, so that a search that was interrupted goes on where it was.
+Each combination is planned in its own process, as a compiler that fails may abort its process.
+Finished plans are kept on disk, so that an interrupted search can be resumed.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ from spmd_core.planner.topology_names import parse
 
 _log = logging.getLogger(__name__)
 
-# Doublings of the command's own batch.
+# How often the command's own batch is doubled, at most.
 _MAX_DOUBLINGS = 6
-# The names that the recipes give to what is computed again in backward.
+# The recipes' names for what is recomputed in backward.
 _REMAT = ("none", "attention", "products", "full")
 _BATCH, _MESH = "batch", "mesh"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What every combination has in common.
+    """The parts of a search that all combinations share.
 
     Attributes:
         topology, num_slices: as for `plan`.
         command: the script and its options, without the interpreter.
-        folder: where finished plans are kept.
+        folder: the folder for finished plans.
     """
 
     topology: str
@@ -53,9 +53,9 @@ class Outcome:
     """One planned combination.
 
     Attributes:
-        options: value by option.
-        plan: as `planned.values` gives it; None if planning failed.
-        reason: why it failed, else empty.
+        options: the value of each option.
+        plan: the result of `planned.values`; None if planning failed.
+        reason: why planning failed; empty if it did not.
     """
 
     options: Mapping[str, str]
@@ -64,12 +64,12 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether the devices have the memory; a CPU's are not asked."""
+        """Whether all programs fit the devices' memory; always true for CPUs."""
         return self.plan is not None and self.plan["fits"] is not False
 
     @property
     def flops_per_s(self) -> float:
-        """The model's FLOPs in the roofline's time, over all devices; 0 without a bound."""
+        """The model's FLOP/s over all devices in the roofline's time; 0 without a bound."""
         costs = self._step("costs") or {}
         bound = costs.get("bound_s")
         return costs["model_flops"] / bound if bound else 0.0
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of one device; None if it does not fit."""
+        """The peak on one device; None if it does not fit."""
         return None if self.plan is None else self.plan["peak_bytes"]
 
     def _step(self, name: str) -> Any:
@@ -94,15 +94,16 @@ def candidates(
 ) -> dict[str, tuple[str, ...]]:
     """The values to try for each option.
 
-    `batch` doubles the command's own, `mesh` splits the devices between the axes fsdp and tensor,
-    `remat` has the recipes' names; any other option needs its values.
+    By default, `batch` is the command's own and its doublings, `mesh` splits the devices between
+    the axes fsdp and tensor, and `remat` has the recipes' names. Any other option needs values.
 
     Args:
         names: the options, without dashes.
-        given: values by option, instead of these.
+        given: values that replace the defaults, by option.
 
     Raises:
-        PlanError: an option without values that has none by default, or values without an option.
+        PlanError: an option has neither values nor defaults, or values are given for an option that
+            is not searched.
     """
     unused = set(given) - set(names)
     if unused:
@@ -118,8 +119,8 @@ def candidates(
             own = option(request.command, _BATCH)
             if own is None or not own.isdigit() or int(own) < 1:
                 raise PlanError(
-                    "the search over batch doubles the command's own; got "
-                    f"{own!r}. Add e.g. --batch 8 to the command, or "
+                    "the search over batch doubles the command's own batch; got "
+                    f"{own!r}. Add for instance --batch 8 to the command, or "
                     "--values 'batch=8;16;32'."
                 )
             found[name] = tuple(str(int(own) << i) for i in range(_MAX_DOUBLINGS + 1))
@@ -129,14 +130,14 @@ def candidates(
             found[name] = _REMAT
         else:
             raise PlanError(
-                "an option of the search needs values; only batch, mesh and remat have some by "
-                f"default, and got {name!r}. Add --values '{name}=VALUE;VALUE'."
+                "an option of the search needs values; only batch, mesh and remat have defaults, "
+                f"and got {name!r}. Add --values '{name}=VALUE;VALUE'."
             )
     return found
 
 
 def _meshes(num_devices: int) -> tuple[str, ...]:
-    """All of fsdp, then a part of tensor.
+    """Meshes of fsdp alone, then of fsdp and tensor.
 
     Example:
         >>> _meshes(8)
@@ -155,17 +156,18 @@ def search(
     *,
     report: Callable[[int, int, Outcome], None],
 ) -> list[Outcome]:
-    """Plans every combination; of batches, only up to the first that does not fit.
+    """Plans every combination; batches only up to the first that does not fit.
 
     Args:
-        values: by option.
-        request: what they have in common.
-        report: called after each with its number, the number of all, and the outcome.
+        values: the values of each option.
+        request: what all combinations share.
+        report: called after each combination with its number, the number of all, and the outcome.
 
     Returns:
         The outcomes, ranked: those that fit first, by the roofline's rate, then by memory.
     """
-    # The batch turns fastest, so that the first that does not fit ends its row.
+    # The batch varies fastest, so that larger batches are skipped after the first that does not
+    # fit.
     names = sorted(values, key=lambda name: name == _BATCH)
     combinations = [
         dict(zip(names, chosen)) for chosen in itertools.product(*(values[n] for n in names))
@@ -194,7 +196,7 @@ def search(
 
 
 def _planned(options: Mapping[str, str], request: Request, digest: str) -> Outcome:
-    """The plan of one combination, from the disk or by a new process."""
+    """The plan of one combination, from disk or by a new process."""
     command = request.command
     for name, value in options.items():
         command = with_option(command, name, value)
@@ -212,7 +214,7 @@ def _planned(options: Mapping[str, str], request: Request, digest: str) -> Outco
         words += ["--slices", str(request.num_slices), "--json", str(made), "--", *command]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if not made.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
             return Outcome(options, None, f"exit code {done.returncode}: {lines[-1]}")
         plan = json.loads(made.read_text())
     files.write_text(path, json.dumps({"plan": plan, "sha256": _sha256(plan)}, indent=1) + "\n")
@@ -220,7 +222,7 @@ def _planned(options: Mapping[str, str], request: Request, digest: str) -> Outco
 
 
 def _kept(path: Path) -> dict[str, Any] | None:
-    """A plan that an earlier search has kept; None if there is none, or it is damaged."""
+    """A plan that an earlier search has written; None if there is none, or it is damaged."""
     try:
         found = json.loads(path.read_bytes())
         plan: dict[str, Any] = found["plan"]
@@ -230,7 +232,7 @@ def _kept(path: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, LookupError, TypeError):
         pass
-    _log.warning("%s is damaged, so its plan is made anew", path)
+    _log.warning("%s is damaged, so its plan is made again", path)
     return None
 
 
@@ -239,7 +241,7 @@ def _sha256(plan: Any) -> str:
 
 
 def option(command: Sequence[str], name: str) -> str | None:
-    """The value of `--name` in a command line; None if it is not there."""
+    """The value of `--name` in a command line; None if it is not given."""
     for i, word in enumerate(command):
         if word == f"--{name}" and i + 1 < len(command):
             return command[i + 1]
@@ -249,7 +251,7 @@ def option(command: Sequence[str], name: str) -> str | None:
 
 
 def with_option(command: Sequence[str], name: str, value: str) -> tuple[str, ...]:
-    """The command line with another value of `--name`.
+    """The command line with another value for `--name`.
 
     Example:
         >>> with_option(("-m", "train", "--batch", "8", "--smoke"), "batch", "16")
@@ -265,9 +267,10 @@ def with_option(command: Sequence[str], name: str, value: str) -> tuple[str, ...
 
 
 def _digest(request: Request) -> str:
-    """Changes with the sources of this package and of the script, and with the compilers.
+    """A hash of everything that a plan depends on beside the command.
 
-    With the flags that compilers read from the environment, too.
+    That is the sources of this package and of the script, the versions of the compilers, and the
+    flags that they read from the environment.
     """
     digest = hashlib.sha256()
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):

@@ -1,4 +1,4 @@
-"""The devices of a topology that is not there, and what its chips can do."""
+"""The devices of a topology that need not exist, and the data sheet of its chips."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class Topology:
     """Devices to compile for.
 
     Attributes:
-        name: as given, or libtpu's form of it.
-        devices: jax's, in the order of their ids.
-        chip: what the maker publishes; None for CPUs.
-        request: what jax's `get_topology_desc` finds the devices by; None for CPUs.
+        name: as given, or in libtpu's form.
+        devices: the jax devices, in the order of their ids.
+        chip: the chip's data sheet; None for CPUs.
+        request: the arguments of jax's `get_topology_desc` for it; None for CPUs.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Topology:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """What a program may take of one device's memory; None for CPUs, which share the host's."""
+        """The bytes of one device's memory for programs; None for CPUs, which share the host's."""
         if self.chip is None:
             return None
         usable = self.chip.usable_hbm_bytes or self.chip.hbm_bytes
@@ -44,17 +44,17 @@ class Topology:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of one device in bf16; None for CPUs."""
+        """The peak FLOP/s of one device in bf16; None for CPUs."""
         return None if self.chip is None else self.chip.peak_flops / self.chip.devices_per_chip
 
 
 def find_topology(name: str, *, num_slices: int = 1) -> Topology:
     """The topology of this name (see `topology_names.parse`).
 
-    Starts a compiler, and no device; for CPUs, jax's emulated devices, unless they run already.
+    Starts a compiler, and no device; for CPUs, starts jax's emulated devices unless they run.
 
     Raises:
-        PlanError: no such topology; libtpu is not installed, or refuses it.
+        PlanError: there is no such topology, or libtpu is not installed, or refuses it.
     """
     parsed = parse(name, num_slices=num_slices)
     request = None if parsed.platform == "cpu" else _request(parsed)
@@ -64,7 +64,7 @@ def find_topology(name: str, *, num_slices: int = 1) -> Topology:
 
 
 def libtpu_version() -> str | None:
-    """The installed TPU compiler; None if there is none."""
+    """The version of the installed libtpu; None if it is not installed."""
     try:
         return metadata.version("libtpu")
     except metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def _cpus(name: TopologyName) -> tuple[jax.Device, ...]:
     found = tuple(jax.devices("cpu"))
     if len(found) < name.num_chips:
         raise PlanError(
-            "a process starts its emulated devices once, so a plan takes as many or fewer; got "
+            "a process starts its emulated devices once, so a plan can use that many or fewer; got "
             f"{name} after {len(found)} were started. Plan in a new process: "
             "python -m spmd_core.plan."
         )
@@ -103,18 +103,21 @@ def _tpus(name: TopologyName, request: dict[str, object]) -> tuple[jax.Device, .
         try:
             _load_without_profiler()
             return tuple(_topologies.get_topology_desc(**request).devices)
-        except Exception as error:  # jax raises several kinds
+        except Exception as error:  # jax raises exceptions of several types
             raise _explained(name, error) from error
 
 
 def _load_without_profiler() -> None:
-    """Loads libtpu where there is no TPU. As jax loads it, a later profile ends the process."""
+    """Loads libtpu on a host without a TPU.
+
+    If jax loads it, a profile that is taken later aborts the process.
+    """
     name = "tpu"
     if devices.expects_tpus() or xla_client.pjrt_plugin_loaded(name):
         return
     spec = importlib.util.find_spec("libtpu")
     if spec is None or spec.origin is None:
-        return  # jax says so
+        return  # jax raises that error
     library = Path(spec.origin).with_name("libtpu.so")
     if library.exists():
         xla_client.load_pjrt_plugin_dynamically(name, str(library))
@@ -124,8 +127,8 @@ def _explained(name: TopologyName, error: Exception) -> PlanError:
     text = str(error)
     if "lockfile" in text or "already in use" in text:
         return PlanError(
-            "libtpu serves one process at a time where it may not be loaded twice; another process "
-            f"has it: {text.splitlines()[0]} Wait for that process, or set "
+            "libtpu can be loaded by one process at a time unless loading it twice is allowed; "
+            f"another process has it: {text.splitlines()[0]} Wait for that process, or set "
             "ALLOW_MULTIPLE_LIBTPU_LOAD=true before this one starts."
         )
     if "not installed" in text:

@@ -1,7 +1,7 @@
-"""The names of topologies: as people write them (v4-16), as libtpu does (v4:2x2x2), and cpu-64.
+"""The names of topologies: Google Cloud's (v4-16), libtpu's (v4:2x2x2), and cpu-64.
 
-A pure module. Sources of the sizes: the page of each TPU version in Google Cloud's documentation.
-The number in a name counts TensorCores up to v5p, of which a chip has two, and chips from v5e on.
+The sizes are from the page of each TPU version in Google Cloud's documentation. The number in a
+name counts TensorCores for v3, v4 and v5p, with two to a chip, and chips for v5e and v6e.
 """
 
 import difflib
@@ -15,14 +15,14 @@ from spmd_core.errors import PlanError
 
 @dataclass(frozen=True)
 class _Version:
-    """How the topologies of one version of the TPU are named and shaped.
+    """How the topologies of one TPU version are named and shaped.
 
     Attributes:
-        name: libtpu's.
-        cores_per_chip: what the number in a person's name counts of each chip.
-        num_dims: of the torus.
-        max_chips: of one slice.
-        chip_config: libtpu's name for one device to each chip, where it has two by default.
+        name: libtpu's name of the version.
+        cores_per_chip: how many units of the number in Google Cloud's name are one chip.
+        num_dims: the number of dims of the torus.
+        max_chips: the most chips of one slice.
+        chip_config: libtpu's name for one device per chip; None if that is its default.
     """
 
     name: str
@@ -51,10 +51,10 @@ class TopologyName:
 
     Attributes:
         platform: `"tpu"` or `"cpu"`.
-        shape: chips in each dim of a slice's torus; of CPUs, their number.
-        version: libtpu's name of the TPU; empty for CPUs.
-        chip_config: libtpu's name for one device to each chip; None for its default.
-        num_slices: how many such slices the data center's network joins.
+        shape: the chips in each dim of a slice's torus; for CPUs, their number.
+        version: libtpu's name of the TPU version; empty for CPUs.
+        chip_config: libtpu's name for one device per chip; None for its default.
+        num_slices: the number of slices, joined by the data center's network.
     """
 
     platform: str
@@ -65,7 +65,7 @@ class TopologyName:
 
     @property
     def num_chips(self) -> int:
-        """The chips of all slices."""
+        """The number of chips of all slices."""
         return math.prod(self.shape) * self.num_slices
 
     def __str__(self) -> str:
@@ -76,14 +76,14 @@ class TopologyName:
 
 
 def parse(text: str, *, num_slices: int = 1) -> TopologyName:
-    """The topology that a name means.
+    """The topology of a name.
 
     Args:
         text: `"v4-16"`, `"v5e-8"`, `"v4:2x2x2"`, `"cpu-64"`.
-        num_slices: how many of them.
+        num_slices: the number of slices.
 
     Raises:
-        PlanError: no such topology; the message lists the nearest names.
+        PlanError: there is no such topology; the message lists similar names.
 
     Example:
         >>> str(parse("v4-16")), parse("v5p-512").num_chips, parse("v6e-256").shape
@@ -110,8 +110,9 @@ def parse(text: str, *, num_slices: int = 1) -> TopologyName:
             shape = dims
     if version is None or shape is None:
         raise PlanError(
-            "a topology is named as v4-16 (TensorCores up to v5p, chips from v5e on), as libtpu "
-            f"does, v4:2x2x2, or cpu-64; got {text!r}. Near: {', '.join(_near(wanted, version))}."
+            "a topology has a name such as v4-16 (TensorCores up to v5p, chips from v5e on), "
+            f"libtpu's v4:2x2x2, or cpu-64; got {text!r}. Similar names: "
+            f"{', '.join(_near(wanted, version))}."
         )
     if math.prod(shape) * num_slices > _MAX_CHIPS:
         raise PlanError(
@@ -125,13 +126,14 @@ def _cpus(text: str, number: int, num_slices: int) -> TopologyName:
     if not 0 < number <= MAX_EMULATED_DEVICES or num_slices > 1:
         raise PlanError(
             f"emulated devices are one slice of 1 to {MAX_EMULATED_DEVICES}; got {text!r} in "
-            f"{num_slices} slice(s). Name e.g. cpu-64, without --slices."
+            f"{num_slices} slice(s). Write for instance cpu-64, without "
+            "--slices."
         )
     return TopologyName("cpu", (number,))
 
 
 def _shapes(version: _Version) -> dict[int, tuple[int, ...]]:
-    """The usual torus for each number of chips: powers of two, as near to a cube as they come.
+    """The usual torus for each number of chips: powers of two, as close to a cube as possible.
 
     Example:
         >>> [_shapes(_VERSIONS["v4"])[n] for n in (4, 8, 64, 256)]
@@ -144,7 +146,7 @@ def _shapes(version: _Version) -> dict[int, tuple[int, ...]]:
         for left in range(version.num_dims, 0, -1):
             dims.append(2 ** (exponent // left))
             exponent -= exponent // left
-        # A host has 2x2 chips: libtpu wants the dim of one element last.
+        # A host has 2 x 2 chips, so libtpu expects a dim of size 1 last.
         shapes[chips] = tuple(dims) if 1 not in dims else tuple(sorted(dims, reverse=True))
         chips *= 2
     if version.num_dims == 3:
@@ -155,7 +157,7 @@ def _shapes(version: _Version) -> dict[int, tuple[int, ...]]:
 
 
 def _near(wanted: str, version: _Version | None) -> list[str]:
-    """Names that exist, the nearest first: of the version, if it is known."""
+    """Existing names, the nearest first; of this version, if it is known."""
     names = [
         f"{key}-{chips * v.cores_per_chip}"
         for key, v in _VERSIONS.items()
