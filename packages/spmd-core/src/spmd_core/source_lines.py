@@ -6,6 +6,9 @@ recorded operation keeps its `Origin`. In a backward pass, autograd's engine run
 usually no frame of the user's is below it: the origin of such an operation is the line of the
 forward operation whose gradient it computes. torch numbers the nodes of autograd's graph in the
 order in which the forward operations make them; `note_forward` stores the line under that number.
+
+Code that was generated from the user's, such as the graphs of `torch.compile`, has the user's lines
+once `note_generated` was told them.
 """
 
 import os
@@ -15,8 +18,9 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import torch
@@ -46,15 +50,43 @@ for _file in (torch.__file__, jax.__file__, __file__):
     hide_package_of(_file)
 
 
+class Place(NamedTuple):
+    """A line of the user's program, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+
+# By generated code, the user's place of each of its lines.
+# Guarded by: the GIL. Cleared by: never: freed with the code.
+_generated: WeakKeyDictionary[CodeType, dict[int, Place]] = WeakKeyDictionary()
+
+
+def note_generated(code: CodeType, places: dict[int, Place]) -> None:
+    """Stores from where the lines of generated code come, by their numbers."""
+    _generated[code] = places
+
+
+def _generated_place(frame: FrameType) -> Place | None:
+    """The place that a frame of generated code stands for; None for other frames."""
+    if frame.f_code.co_filename[:1] != "<" or frame.f_code not in _generated:
+        return None
+    return _generated[frame.f_code].get(frame.f_lineno)
+
+
 def user_frame() -> tuple[str, int, int]:
     """The file and line of the user's call, and its `stacklevel` for `warnings.warn`.
 
     The level counts from the caller of this function. In a backward pass that runs in a thread of
     autograd's, the line is that of the call of `backward()`.
     """
-    level, frame = 1, sys._getframe(1)
+    level, frame, place = 1, sys._getframe(1), None
     while frame.f_back is not None and _is_library(frame):
+        place = place or _generated_place(frame)
         level, frame = level + 1, frame.f_back
+    if place is not None:
+        return place.file, place.line, level
     if frame.f_back is None and _is_library(frame):
         frame = _backward_call_elsewhere() or frame
     return frame.f_code.co_filename, frame.f_lineno, level
@@ -141,12 +173,14 @@ class _Stack(NamedTuple):
         backward_call: the frame that called `backward()`.
         modules: the modules whose calls are running, the outermost first.
         applies_function: whether an `autograd.Function` is being applied.
+        generated: the line from which generated code comes that the user's frame calls.
     """
 
     user: FrameType | None
     backward_call: FrameType | None
     modules: tuple[torch.nn.Module, ...]
     applies_function: bool
+    generated: Place | None
 
 
 # By the number of an autograd node: the thread that made it, and the origin. None if two threads
@@ -173,14 +207,15 @@ def origin() -> Origin | None:
     node: Any = torch._C._current_autograd_node()
     if stack.user is not None:
         phase = Phase.FORWARD if node is None else Phase.IN_BACKWARD
-        return _origin_of(stack.user, _path(stack.modules), phase)
+        place = stack.generated or _place_of(stack.user)
+        return Origin(*place, _path(stack.modules), phase)
     if node is None:
         return None
     known = _forward.get(node._sequence_nr())
     if known is not None:
         return known[1]._replace(phase=Phase.BACKWARD)
     call = stack.backward_call or _backward_call_elsewhere()
-    return None if call is None else _origin_of(call, "", Phase.BACKWARD_CALL)
+    return None if call is None else Origin(*_place_of(call), "", Phase.BACKWARD_CALL)
 
 
 def note_forward(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -225,7 +260,7 @@ def _walk(innermost: FrameType) -> _Stack:
 
     The first user's frame outside of a running backward pass is the call of `backward()`.
     """
-    user = call = None
+    user = call = generated = None
     modules: list[torch.nn.Module] = []
     applies = in_backward = False
     outermost: FrameType = innermost
@@ -245,6 +280,8 @@ def _walk(innermost: FrameType) -> _Stack:
             applies = applies or user is None
         elif user is None and not _is_library(frame):
             user = frame
+        elif user is None and generated is None:
+            generated = _generated_place(frame)
         outermost, frame = frame, frame.f_back
     if (
         user is None
@@ -252,7 +289,7 @@ def _walk(innermost: FrameType) -> _Stack:
         and not outermost.f_code.co_filename.startswith(_LIBRARY_FOLDERS)
     ):
         user = outermost  # a program without a file: `python -c` or an interactive session
-    return _Stack(user, call, tuple(reversed(modules)), applies)
+    return _Stack(user, call, tuple(reversed(modules)), applies, generated)
 
 
 def _backward_call_elsewhere() -> FrameType | None:
@@ -265,8 +302,8 @@ def _backward_call_elsewhere() -> FrameType | None:
     return found[0] if len(found) == 1 else None
 
 
-def _origin_of(frame: FrameType, module: str, phase: Phase) -> Origin:
-    return Origin(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module, phase)
+def _place_of(frame: FrameType) -> Place:
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _path(modules: Iterable[torch.nn.Module]) -> str:

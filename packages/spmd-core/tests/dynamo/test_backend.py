@@ -1,6 +1,7 @@
 """Compiled models, losses and optimizer steps have the values of eager torch on the CPU."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -235,3 +236,25 @@ def test_the_backend_has_the_name_that_torch_knows():
     assert torch._dynamo.lookup_backend("openxla").__module__ == "spmd_core.dynamo.backend"
     explained = torch._dynamo.explain(lambda x: F.relu(x @ x).sum())(torch.ones(2, 2, device="xla"))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
+def test_operations_of_a_graph_have_the_users_lines():
+    def function(x):
+        y = x * 2
+        return (y @ y).relu()
+
+    first = function.__code__.co_firstlineno
+    compiled = torch.compile(function, fullgraph=True)
+    x = torch.ones(3, 3, device="xla")
+    with spmd.debugging.source_lines():
+        text = spmd.debugging.stablehlo(compiled(x))
+    for operation, line in (("mul", first + 1), ("mm", first + 2), ("relu", first + 2)):
+        assert re.search(rf"aten::{operation}\b[^\n]*/test_backend\.py:{line}/", text), operation
+
+    @spmd.compile(full_graph=True)
+    def region(x):
+        return torch.compile(lambda x: x * x.sum().item(), fullgraph=True)(x)
+
+    line = region.__wrapped__.__code__.co_firstlineno + 2
+    with pytest.raises(spmd.errors.ProgramError, match=rf"test_backend\.py:{line} needs a value"):
+        region(x)

@@ -6,7 +6,9 @@ programs are the same: a compiled function finds those that the function left in
 What `torch.compile` saves is the Python code between the operations.
 """
 
+import ast
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +18,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from spmd_core import source_lines
 from spmd_core.torch_backend.after_import import after_import
+
+# An entry of a stack trace, as Python writes it.
+_ENTRY = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
 def openxla(
@@ -28,8 +34,35 @@ def openxla(
         graph_module: the graph, of torch's functions as the program calls them.
         example_inputs: fake tensors of the sizes and dtypes of the graph's inputs; not used.
     """
-    compiled: Callable[..., Any] = graph_module.forward
-    return compiled
+    text = graph_module.code  # which makes a lazy module compile its function
+    compiled: Any = graph_module.forward
+    code = compiled.__func__.__code__
+    source_lines.note_generated(code, _places(graph_module.graph, text, code.co_firstlineno))
+    function: Callable[..., Any] = compiled
+    return function
+
+
+def _places(graph: torch.fx.Graph, text: str, first_line: int) -> dict[int, source_lines.Place]:
+    """The user's place of each line of a graph's code, which assigns each node to its name.
+
+    Args:
+        graph: the graph.
+        text: its code, a function.
+        first_line: the line of the function's head, as the compiled code counts.
+    """
+    (function,) = (x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef))
+    offset = first_line - function.lineno
+    nodes = {node.name: node for node in graph.nodes}
+    places: dict[int, source_lines.Place] = {}
+    for line in function.body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            node = nodes.get(line.targets[0].id)
+            found = _ENTRY.findall((node is not None and node.stack_trace) or "")
+            if found:
+                file, number, name = found[-1]
+                # A line ends with statements that free what it was the last to read.
+                places.setdefault(line.lineno + offset, source_lines.Place(file, int(number), name))
+    return places
 
 
 def _is_for_device(graph_module: torch.fx.GraphModule) -> bool:
