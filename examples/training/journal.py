@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any, Protocol, Self
 
 import torch
@@ -147,15 +147,9 @@ class Journal:
         steps, in all processes after the same one. On the XLA device, `MpDeviceLoader` sends a step
         to the device before it gives the next batch. A finished run that is resumed has no step.
         """
-        left = islice(chain.from_iterable(repeat(batches)), self._config.steps - self._first)
-        for step, batch in enumerate(left, start=self._first + 1):
-            self._step, self._lr = step, self._next_lr()
-            yield step, batch
-            self._save_if_due()
-            if spmd.distributed.should_stop():
-                self._is_interrupted = True
-                self.log.say(f"interrupted: ending after step {step} of {self._config.steps}")
-                return
+        # No frame of this file asks for a batch: the program that a request starts is said to be of
+        # the loop's line.
+        return zip(self._numbers(), chain.from_iterable(repeat(batches)))
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Keeps the scalars of this step, and logs those of an earlier one.
@@ -200,6 +194,17 @@ class Journal:
         if self._config.results:
             report.write(self._config.results)
         return report
+
+    def _numbers(self) -> Iterator[int]:
+        """The number of each step that is left, and what comes between two steps."""
+        for step in range(self._first + 1, self._config.steps + 1):
+            self._step, self._lr = step, self._next_lr()
+            yield step
+            self._save_if_due()
+            if spmd.distributed.should_stop():
+                self._is_interrupted = True
+                self.log.say(f"interrupted: ending after step {step} of {self._config.steps}")
+                return
 
     def _next_lr(self) -> float:
         """The learning rate of the next step."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def of_run(first: int = 0, **options: Any) -> Journal:
     )
 
 
-def followed(journal: Journal, batches: Iterable[str], *, stop_after: int = 0) -> Any:
+def followed(journal: Journal, batches: Iterable[Any], *, stop_after: int = 0) -> Any:
     """What a recipe's loop does; the loss of a step is its number."""
     seen = []
     scheduler: Any = journal._parts["scheduler"]
@@ -86,6 +87,19 @@ def test_a_run_evaluates_saves_and_reports(tmp_path: Path) -> None:
     assert report.evals == [{"step": step, "loss": step / 2} for step in (2, 4, 5)]
     assert {name: saved_step(tmp_path / name) for name in "245"} == {"2": 2, "4": 4, "5": 5}
     assert json.loads((tmp_path / "r.json").read_text())["losses"] == report.losses
+
+
+def test_the_loop_itself_asks_for_batches() -> None:
+    """By which a program that the request starts is of the user's line, in plans and warnings."""
+    asking = []
+
+    def batches() -> Iterator[None]:
+        while True:
+            asking.append(sys._getframe(1).f_code.co_name)
+            yield
+
+    followed(of_run(eval_batches=0), batches())
+    assert asking == ["followed"] * 5
 
 
 def test_a_resumed_run_has_the_steps_that_are_left(tmp_path: Path) -> None:
