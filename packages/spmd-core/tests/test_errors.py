@@ -20,6 +20,7 @@ TREE = {
     "IndexRangeError": (IndexError, RuntimeError),
     "DeviceMemoryError": (RuntimeError,),
     "ProgramError": (RuntimeError,),
+    "ControlFlowError": (RuntimeError,),
     "ProcessError": (RuntimeError,),
     "VerificationError": (RuntimeError,),
     "PlanError": (ValueError, RuntimeError),

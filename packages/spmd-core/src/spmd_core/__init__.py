@@ -9,9 +9,19 @@ if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module tha
     _check_command_line()  # before the imports below, which take seconds
 
 # isort: split
-from spmd_core import debugging, distributed, dtensor, errors, manual, metrics, releases
+from spmd_core import (
+    control_flow,
+    debugging,
+    distributed,
+    dtensor,
+    errors,
+    manual,
+    metrics,
+    releases,
+)
 from spmd_core import former_names as _former_names
 from spmd_core.config import config, strict
+from spmd_core.control_flow import torch_functions as _torch_functions
 from spmd_core.dispatch.eager import eager_mode
 from spmd_core.dynamo import registration as _dynamo
 from spmd_core.manual.shard_map import shard_map
@@ -64,6 +74,7 @@ if typing.TYPE_CHECKING:
 releases.warn_if_untested()
 _torch_data_parallel.install()
 _dynamo.install()
+_torch_functions.install()
 
 # Imported for what they register: torch.ops.xla's operators, and torch.autocast("xla").
 _REGISTERED = (_custom_ops, _autocast)
@@ -134,12 +145,13 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     # Settings
     "config",
     "strict",
-    # Modules: exceptions; DTensor's words; several processes; collectives inside shard_map;
-    # looking inside; figures of what ran
+    # Modules: exceptions; DTensor's words; several processes; collectives inside shard_map; loops
+    # and branches on the device; looking inside; figures of what ran
     "errors",
     "dtensor",
     "distributed",
     "manual",
+    "control_flow",
     "debugging",
     "metrics",
 ]

@@ -11,6 +11,7 @@
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
+    ├── ControlFlowError     (RuntimeError)              what a loop runs cannot run on the device
     ├── ProcessError         (RuntimeError)              processes of one program went apart
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
@@ -66,6 +67,10 @@ class DeviceMemoryError(SpmdError, RuntimeError):
 
 class ProgramError(SpmdError, RuntimeError):
     """A recorded program could not be lowered, compiled or executed."""
+
+
+class ControlFlowError(SpmdError, RuntimeError):
+    """What a loop or a branch runs reads on the host, writes outside, or is asked for too much."""
 
 
 class ProcessError(SpmdError, RuntimeError):

@@ -36,6 +36,13 @@ _STANDS_IN |= dict.fromkeys(
     ("jax._src.compilation_cache", "jax._src.compilation_cache.get_file_cache"),
     "jax's own cache on disk, which has no limit and keeps damaged programs",
 )
+_STANDS_IN |= dict.fromkeys(
+    (
+        f"torch._higher_order_ops.{name}"
+        for name in ("cond", "while_loop", "scan", "associative_scan")
+    ),
+    "spmd_core.control_flow",
+)
 _NO_STAND_IN = {
     "aten": "torch's decomposition of what replaced it, or the host, which is counted",
     "jax": "nothing: what needs it raises ImportError",

@@ -17,7 +17,7 @@ LAYERS = [
     ("plan", "distributed", "dtensor", "former_names"),
     ("planner",),
     ("metrics", "modules", "steps", "dynamo"),
-    ("torch_backend", "marks"),
+    ("torch_backend", "marks", "control_flow"),
     ("dispatch", "debugging", "manual"),
     ("recording",),
     ("tensor",),
@@ -72,7 +72,7 @@ def test_a_folder_says_its_purpose_and_nothing_else():
         lines = init.read_text().splitlines()
         assert lines[0].startswith('"""') and len(lines[0]) <= 100, init
         # These export names for users.
-        if init.parent.name not in ("debugging", "manual", "metrics"):
+        if init.parent.name not in ("control_flow", "debugging", "manual", "metrics"):
             assert len(lines) == 1, init
 
 

@@ -13,6 +13,7 @@ import torch_xla
 LISTED = (Path(__file__).parents[1] / "data" / "public_names.txt").read_text().split()
 # Modules that users reach as attributes of the package: `spmd.debugging.collectives`.
 MODULES = [
+    "control_flow",
     "debugging",
     "debugging.profiler",
     "distributed",

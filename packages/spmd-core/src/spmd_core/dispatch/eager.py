@@ -15,6 +15,7 @@ import torch
 
 from spmd_core.arguments import checked
 from spmd_core.dispatch import router
+from spmd_core.graph import recorders
 from spmd_core.program import execution
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -38,7 +39,7 @@ def _route_and_cut(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    if _thread.inside:
+    if _thread.inside or recorders.current().inside is not None:
         return router.route(cls, func, types, args, kwargs)
     _thread.inside = True
     try:

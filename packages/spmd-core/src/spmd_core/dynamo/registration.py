@@ -21,7 +21,10 @@ _RECORDING = tuple(
     )
 )
 # Dynamo may trace these files, as parts of a function that it compiles.
-_TRACED = ("dynamo.functions", "sharding.partition_spec", "torch_backend.subclasses")
+_TRACED = (
+    *("control_flow.torch_functions", "dynamo.functions"),
+    *("sharding.partition_spec", "torch_backend.subclasses"),
+)
 
 
 def _leave_out(module: ModuleType) -> None:

@@ -15,6 +15,8 @@ share compiled programs, and wait for each other's compilations.
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +38,23 @@ class Recorder:
         num_cuts: how often the thread has cut.
         watch: the state of `dispatch.automatic_cut` for a loop that does not cut; else None.
         sources: the threads whose results this thread's programs have read.
+        inside: the function whose operations are recorded for a loop or a branch, such as "the
+            function of a scan"; None for a thread's own graph. Nothing cuts there.
     """
 
-    __slots__ = ("__weakref__", "failed", "has_ended", "num_cuts", "sources", "storages", "watch")
+    __slots__ = (
+        "__weakref__",
+        "failed",
+        "has_ended",
+        "inside",
+        "num_cuts",
+        "sources",
+        "storages",
+        "watch",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, inside: str | None = None) -> None:
+        self.inside = inside
         self.storages: list[weakref.ref[Any]] = []
         self.failed: weakref.WeakSet[Any] = weakref.WeakSet()
         self.has_ended = False
@@ -103,6 +117,20 @@ def _new() -> Recorder:
         _num_made += 1
     this_thread.recorder, this_thread.until_end = recorder, _UntilEnd(recorder)
     return recorder
+
+
+@contextmanager
+def recording_inside(what: str) -> Iterator[None]:
+    """Inside, this thread records a function for a loop or a branch, into a graph of its own.
+
+    The graph is dropped at the end: what it has is part of the operation that runs the function.
+    """
+    around = current()
+    this_thread.recorder = Recorder(what)
+    try:
+        yield
+    finally:
+        this_thread.recorder = around
 
 
 def is_alone() -> bool:

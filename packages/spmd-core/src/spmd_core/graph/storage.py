@@ -188,7 +188,7 @@ def _failed(of: list[Recorder]) -> list[Storage]:
 def _prune(recorder: Recorder) -> None:
     """Forgets dead storages, so that a long loop without a cut does not grow the list."""
     recorder.storages[:] = [ref for ref in recorder.storages if ref() is not None]
-    if on_pending_block is not None:
+    if on_pending_block is not None and recorder.inside is None:
         on_pending_block(recorder)
 
 

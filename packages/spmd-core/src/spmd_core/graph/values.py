@@ -151,8 +151,10 @@ class Entry:
         traits: what passes need to know of the operation.
         dims: which dims of its inputs are which dims of its results; set by `program.dim_rules`.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
+        subgraphs: what the operation runs, if it is a loop or a branch (`graph.subgraphs`).
     """
 
+    subgraphs: tuple[Any, ...] = ()  # their module imports this one
     __slots__ = (
         "accepted",
         "along",

@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import hlo_flops
 from spmd_core.debugging.programs import kept
+from spmd_core.graph.subgraphs import ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.step_programs import given
 from spmd_core.program.program_graph import RecordedGraph
@@ -112,13 +113,30 @@ def count_flops(program: ProgramRecord | None = None) -> FlopCount:
 
 
 def operation_flops(graph: RecordedGraph) -> Iterator[tuple[int, str, int]]:
-    """The operations that torch has a formula for: position, name, and FLOPs over all devices."""
+    """The operations that torch has a formula for: position, name, and FLOPs over all devices.
+
+    Those of a loop's body count as often as it runs; once where that depends on values. Both
+    branches of a condition count.
+    """
     for position, (entry, times) in enumerate(_operations(graph)):
-        packet = _packet(entry)
-        formula = flop_counter.flop_registry.get(packet)
-        if formula is not None:
-            args, kwargs, out = _call(entry, packet)
-            yield position, str(packet), times * int(formula(*args, **kwargs, out_val=out))
+        for each, runs in _runs(entry):
+            packet = _packet(each)
+            formula = flop_counter.flop_registry.get(packet)
+            if formula is not None:
+                args, kwargs, out = _call(each, packet)
+                flops = int(formula(*args, **kwargs, out_val=out))
+                yield position, str(packet), times * runs * flops
+
+
+def _runs(entry: Entry) -> Iterator[tuple[Entry, int]]:
+    """An operation, or those that it runs, and how often."""
+    if not isinstance(entry, ControlEntry):
+        yield entry, 1
+        return
+    steps = 1 if entry.steps is None else entry.steps
+    for subgraph in entry.subgraphs:
+        for inner, _ in subgraph.nodes:
+            yield from ((each, steps * runs) for each, runs in _runs(inner))
 
 
 def _operations(graph: RecordedGraph) -> Iterator[tuple[Entry, int]]:

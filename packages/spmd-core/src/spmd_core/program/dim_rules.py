@@ -90,7 +90,7 @@ def dims(entry: Entry, operands: Sequence[Spec]) -> DimRule:
 
 
 def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
-    if entry.border is not None:  # a region entry or exit, which has no kernel to lower
+    if entry.border is not None or entry.subgraphs:  # there is no kernel to lower
         return _Module({}).rule(operands, entry)
     arrays = [jax.ShapeDtypeStruct(x.shape, dtypes.to_jax(x.dtype)) for x in operands]
     types = {float: np.float64, int: np.int64, bool: np.bool_, complex: np.complex128}

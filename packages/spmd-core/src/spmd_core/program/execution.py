@@ -38,6 +38,7 @@ from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.program.planning import CutPlan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
+from spmd_core.program.refused_reads import refuse_inside, refuse_stand_in
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
@@ -103,6 +104,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
             its dim.
         ProcessError: another process failed, or does not start the same program.
     """
+    refuse_inside()
     interrupts.protect()
     with lock, counters.timed(counters.Activity.PLANNING):
         live = take_pending()
@@ -243,6 +245,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
     for leaf in leaves:
+        refuse_stand_in(leaf)
         if _is_deleted(leaf):
             raise ProgramError(
                 f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
@@ -387,10 +390,12 @@ def _groups(live: list[Storage]) -> list[list[Storage]]:
 
 def materialize(storage: Storage) -> Value:
     """The storage's value, computed by a cut if it is pending."""
+    refuse_inside()
     with lock:
         if storage.value.data is None:
             storage.request()
             cut(wanted=storage)
+        refuse_stand_in(storage.value)
         return storage.value
 
 
@@ -428,6 +433,7 @@ def upload(storage: Storage) -> None:
     value = storage.value
     if value.data is None or value.placement.jax_sharding is not None:
         return
+    refuse_stand_in(value)
     host, placement = value.data, value.placement
     target = device_placement(placement.sharding)
     array = buffers.upload(host, target.device_sharding, padded_shape(value.spec, target.sharding))

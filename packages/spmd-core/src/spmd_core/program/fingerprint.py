@@ -135,6 +135,9 @@ def _entry(entry: Entry) -> str:
         text += f" marked {_sharding(entry.sharding)} {entry.along} {entry.summed_over}"
     if entry.border is not None:
         text += f" {_sharding(entry.border.sharding)} {entry.border.is_exit}"
+    for subgraph in entry.subgraphs:
+        inner = "; ".join(f"{_entry(each)} of {[*inputs]}" for each, inputs in subgraph.nodes)
+        text += f" runs ({inner}; returns {[*subgraph.outputs]})"
     return text
 
 

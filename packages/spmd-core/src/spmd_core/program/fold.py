@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core import dtypes
+from spmd_core.graph.subgraphs import Body, ControlEntry
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
 from spmd_core.ops.barrier import BARRIER
@@ -91,15 +93,71 @@ class Fold:
         values = {
             Ref(x): self._without_padding(x, array) for x, array in zip(self._graph.inputs, leaves)
         }
-        for op in self._graph.ops:
+        found = self._compute(self._graph, values, scalars)
+        return self._outputs(values, leaves), self.flag.token(found)
+
+    def _compute(
+        self,
+        graph: Graph,
+        values: dict[Ref, jax.Array],
+        scalars: "Scalars | Sequence[registry.Number]",
+    ) -> list[jax.Array]:
+        """Adds the results of all operations to `values`; returns what its index checks found."""
+        found: list[jax.Array] = []
+        for op in graph.ops:
             interrupts.raise_deferred()
             inputs = [values[operand] for operand in op.operands]
+            numbers = [scalars[i] for i in op.scalars]
+            results: Sequence[jax.Array]
             with named(op.source):
-                results = self._results(op, inputs, [scalars[i] for i in op.scalars])
+                if op.bodies:
+                    results, inside = self._controlled(op, inputs, numbers)
+                    found += inside
+                else:
+                    results = self._results(op, inputs, numbers)
             _check(op, results)
             values.update(zip(op.results, results))
-        token = self.flag.token([values[found] for found in self._graph.checked])
-        return self._outputs(values, leaves), token
+        return [*found, *(values[check] for check in graph.checked)]
+
+    def _controlled(
+        self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The results of an operation that runs bodies, and what their index checks found.
+
+        Iterations go over dims that no device splits: the partitioner errs on slices of a split
+        dim at a position that is not known, and on updates of one.
+        """
+        entry = op.entry
+        assert isinstance(entry, ControlEntry)
+        has_checks = any(_has_checks(body) for body in op.bodies)
+        bodies: list[Body] = []
+        first = 0
+        for body, subgraph in zip(op.bodies, entry.subgraphs):
+            end = first + len(subgraph.number_kinds)
+            bodies.append(partial(self._run, body, numbers[first:end], has_checks))
+            first = end
+        inputs = [
+            self.replicate_dims(x, [0]) if i in entry.stacked else x for i, x in enumerate(inputs)
+        ]
+        none = self.flag.first([]) if has_checks else None
+        results, found = entry.control(bodies, inputs, none)
+        results = [
+            self.replicate_dims(x, [0]) if i in entry.stacks else x for i, x in enumerate(results)
+        ]
+        return results, [] if found is None else [found]
+
+    def _run(
+        self,
+        body: Graph,
+        numbers: Sequence[registry.Number],
+        has_checks: bool,
+        arrays: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """The results of a body, and what its index checks found."""
+        values = {Ref(x): array for x, array in zip(body.inputs, arrays, strict=True)}
+        found = self._compute(body, values, numbers)
+        outputs = [values[x] for x in body.outputs]
+        return outputs, self.flag.first(found) if has_checks else None
 
     def _results(
         self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
@@ -275,6 +333,11 @@ class Fold:
             returned.add(id(x))
             outputs.append(x)
         return outputs
+
+
+def _has_checks(body: Graph) -> bool:
+    """Whether a body checks indices, or what it runs does."""
+    return any(graph.checked for graph in (body, *(b for op in body.all_ops() for b in op.bodies)))
 
 
 def _check(op: Op, results: Sequence[jax.Array]) -> None:

@@ -177,13 +177,15 @@ def _describe(program: _Started, number: int) -> str:
     node = program.graph.nodes[check.position]
     results = ", ".join(repr(spec) for spec in node.entry.outs)
     where = program.lines[number] if node.origin is None else node.origin
+    inside = f"{check.inside} in " if check.inside else ""
     return (
-        f"an index must lie inside the dim that it indexes; {node.entry.name} -> {results}, "
-        f"recorded at {where}, takes {check.accepted} and got another index. It is operation "
-        f"{check.position} of {program.name}, which has run: its reads took the nearest element "
-        "and its writes were dropped, so what was computed from it since is wrong, and so are the "
-        "tensors that were updated with that. Correct the index, and load such tensors anew or "
-        "from a checkpoint. spmd.config.check_indices = False leaves indices unchecked."
+        "an index must lie inside the dim that it indexes; "
+        f"{inside}{node.entry.name} -> {results}, recorded at {where}, takes {check.accepted} and "
+        f"got another index. It is operation {check.position} of {program.name}, which has run: "
+        "its reads took the nearest element and its writes were dropped, so what was computed from "
+        "it since is wrong, and so are the tensors that were updated with that. Correct the index, "
+        "and load such tensors anew or from a checkpoint. spmd.config.check_indices = False leaves "
+        "indices unchecked."
     )
 
 

@@ -25,10 +25,12 @@ class Check:
     Attributes:
         position: of the operation among the recorded ones.
         accepted: which indices it accepts.
+        inside: the name of the operation that takes the indices, if the recorded one runs it.
     """
 
     position: int
     accepted: Indices
+    inside: str = ""
 
 
 class Flag:
@@ -71,16 +73,21 @@ class Flag:
             lax.full_like(outside, NONE_FAILED, np.int32),
         )
 
-    def token(self, found: Sequence[jax.Array]) -> jax.Array:
+    def first(self, found: Sequence[jax.Array]) -> jax.Array:
         """int32, one element for each part that the axes make; the largest int if none failed.
 
         Args:
-            found: of each check.
+            found: of each check, or of several.
         """
         shape = tuple(self._mesh.shape[axis] for axis in self._axes)
-        token = lax.full(shape, NONE_FAILED, np.int32)
+        first = lax.full(shape, NONE_FAILED, np.int32)
         for each in found:
-            token = lax.min(token, lax.broadcast_in_dim(each, shape, range(len(shape))))
+            first = lax.min(first, lax.broadcast_in_dim(each, shape, range(len(shape))))
+        return first
+
+    def token(self, found: Sequence[jax.Array]) -> jax.Array:
+        """As `first`; one number where several processes have to see the same."""
+        token = self.first(found)
         return lax.reduce_min(token, range(token.ndim)) if self._agrees else token
 
     def _on_each_device(self, outside: jax.Array, split: Split) -> jax.Array:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.subgraphs import Subgraph
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.barrier import BARRIER
@@ -20,6 +22,7 @@ from spmd_core.ops.kernels.traits import SAME, Elements
 from spmd_core.program import program_graph, regions
 from spmd_core.program.index_flag import Flag
 from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
+from spmd_core.runtime.jax_sharding import replicated
 from spmd_core.sharding.sharding import Manual, Sharding
 from spmd_core.source_lines import Origin
 
@@ -62,9 +65,11 @@ class Op:
         source: where it comes from, after which it is named in the lowered program.
         manuals: for each result, the manual region that it is local to, or None.
         hint: the layout that its kernel needs to know, if one was found.
+        bodies: the subgraphs that it runs, as graphs; their inputs are without a known layout, and
+            their scalar inputs are counted from 0 in each of them.
     """
 
-    __slots__ = ("entry", "hint", "manuals", "operands", "scalars", "source")
+    __slots__ = ("bodies", "entry", "hint", "manuals", "operands", "scalars", "source")
 
     def __init__(
         self,
@@ -75,9 +80,10 @@ class Op:
         scalars: tuple[int, ...] = (),
         manuals: tuple[Manual | None, ...] | None = None,
         hint: registry.Hint | None = None,
+        bodies: "tuple[Graph, ...]" = (),
     ) -> None:
         self.entry, self.operands, self.source = entry, tuple(operands), source
-        self.scalars, self.hint = scalars, hint
+        self.scalars, self.hint, self.bodies = scalars, hint, bodies
         if manuals is None:
             manual = regions.manual_of(entry.name, entry.border, [x.manual for x in operands])
             manuals = (manual,) * len(entry.outs)
@@ -195,7 +201,15 @@ class Graph:
             scalars = tuple(range(num_scalars, num_scalars + len(entry.number_kinds)))
             num_scalars += len(scalars)
             source = Source(entry.name, position, node.origin)
-            op = Op(entry, [value(n) for n in node.inputs], source, scalars=scalars)
+            bodies = tuple(Graph.of(_body(x, recorded)) for x in entry.subgraphs)
+            operands = [value(n) for n in node.inputs]
+            op = Op(entry, operands, source, scalars=scalars, bodies=bodies)
+            if bodies and op.manual is not None:
+                raise ProgramError(
+                    "loops and branches take whole tensors; "
+                    f"{entry.name} got a tensor local to a manual region. "
+                    "Call shard_map inside of the loop's function."
+                )
             region = op.manual if entry.border is None else entry.border.manual
             if region is not None:
                 regions.check_devices(region, recorded.device_ids)
@@ -215,6 +229,13 @@ class Graph:
             output.placement if value.manual is None else regions.placement(value.manual)
             for output, value in zip(self.recorded.outputs, self.outputs)
         )
+
+    def all_ops(self) -> Iterator[Op]:
+        """The operations, and those of the bodies that some of them run."""
+        for op in self.ops:
+            yield op
+            for body in op.bodies:
+                yield from body.all_ops()
 
     def users(self) -> dict[Ref, list[Op]]:
         """The operations that read each value, once for each operand that it is."""
@@ -248,6 +269,8 @@ class Graph:
                 specs = tuple(x.spec.logical for x in op.operands)
                 assert specs == tuple(x.logical for x in op.entry.outs), f"{name} changes a spec"
                 assert op.manuals == tuple(x.manual for x in op.operands), f"{name} moves a value"
+            for body in op.bodies:
+                body.check()
             known.update(op.results)
         assert known.issuperset(self.outputs), "a result is not computed"
         assert known.issuperset(self.checked), "a check is not computed"
@@ -296,7 +319,12 @@ class Rewriter:
         return op
 
     def keep(
-        self, op: Op, operands: Sequence[Ref] | None = None, *, hint: registry.Hint | None = None
+        self,
+        op: Op,
+        operands: Sequence[Ref] | None = None,
+        *,
+        hint: registry.Hint | None = None,
+        bodies: tuple[Graph, ...] | None = None,
     ) -> Op:
         """An operation of the old graph; its results stand for the old ones.
 
@@ -304,10 +332,11 @@ class Rewriter:
             op: the operation.
             operands: values of the new graph; by default what stands for its own.
             hint: the layout that its kernel needs to know; by default its own.
+            bodies: what it runs; by default its own.
         """
         given = tuple(map(self.now, op.operands)) if operands is None else tuple(operands)
         kept = op
-        if given != op.operands or hint is not None:
+        if given != op.operands or hint is not None or bodies is not None:
             kept = Op(
                 op.entry,
                 given,
@@ -315,6 +344,7 @@ class Rewriter:
                 scalars=op.scalars,
                 manuals=op.manuals,
                 hint=hint or op.hint,
+                bodies=op.bodies if bodies is None else bodies,
             )
             for old, new in zip(op.results, kept.results):
                 self._now[old] = new
@@ -339,6 +369,27 @@ class Rewriter:
                 live.append(op)
                 read.update(value.producer for value in op.operands)
         return replace(self.old, ops=tuple(reversed(live)), outputs=outputs, checked=checked)
+
+
+def _body(subgraph: Subgraph, recorded: program_graph.RecordedGraph) -> program_graph.RecordedGraph:
+    """What an operation of a recorded graph runs, as a graph of the same program."""
+    unknown = Placement.of(replicated(recorded.device_ids), None)
+    specs = [*subgraph.parameters, *(spec for entry, _ in subgraph.nodes for spec in entry.outs)]
+    count = len(subgraph.parameters)
+
+    def spec(number: int) -> Spec:
+        return specs[count + number if number >= 0 else -number - 1]
+
+    origins = subgraph.origins or (None,) * len(subgraph.nodes)
+    return program_graph.RecordedGraph(
+        tuple(program_graph.Leaf(x, unknown) for x in subgraph.parameters),
+        tuple(program_graph.Node(*node, origin) for node, origin in zip(subgraph.nodes, origins)),
+        tuple(program_graph.Output(number, spec(number), None) for number in subgraph.outputs),
+        (),
+        recorded.device_ids,
+        recorded.options,
+        recorded.checks_indices,
+    )
 
 
 def _barrier(context: registry.Context, inputs: list[jax.Array], numbers: Any) -> list[jax.Array]:
@@ -387,6 +438,8 @@ def _lines(graph: Graph) -> Iterator[str]:
         operands = ", ".join(names[x] for x in op.operands)
         specs = ", ".join(map(repr, op.entry.outs))
         yield f"{results} = {op.entry.name}({operands}) -> {specs}{_remarks(op)}"
+        for body in op.bodies:
+            yield from (f"    {line}" for line in _lines(body))
     yield f"return {', '.join(names[x] for x in graph.outputs)}"
 
 

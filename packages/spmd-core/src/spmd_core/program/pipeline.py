@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd_core.config import config
-from spmd_core.program.ir import Graph
+from spmd_core.program.ir import Graph, Op, Rewriter
 from spmd_core.program.passes.attention_layouts import attention_layouts
 from spmd_core.program.passes.batch_sums import batch_sums
 from spmd_core.program.passes.exact_values import exact_values
@@ -73,8 +73,26 @@ def stages(graph: Graph, target: Target) -> Iterator[tuple[str, Graph]]:
     """The recorded graph, then the graph after each pass that changes it, with the pass's name."""
     yield "recorded", graph
     for rewrite in PASSES:
-        before, graph = graph, rewrite(graph, target)
+        before, graph = graph, _everywhere(rewrite, graph, target)
         if graph is not before:
             if config.check_passes:
                 graph.check()
             yield rewrite.__name__, graph
+
+
+def _everywhere(rewrite: Pass, graph: Graph, target: Target) -> Graph:
+    """The graph behind a pass, which also rewrites the bodies that its operations run."""
+    graph = rewrite(graph, target)
+    if rewrite is index_checks:  # it numbers the checks of bodies, too
+        return graph
+    bodies: dict[Op, tuple[Graph, ...]] = {}
+    for op in graph.ops:
+        rewritten = tuple(_everywhere(rewrite, body, target) for body in op.bodies)
+        if any(new is not old for new, old in zip(rewritten, op.bodies)):
+            bodies[op] = rewritten
+    if not bodies:
+        return graph
+    rewriter = Rewriter(graph)
+    for op in graph.ops:
+        rewriter.keep(op, bodies=bodies.get(op))
+    return rewriter.graph()

@@ -119,6 +119,8 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
             marks.add(entry.sharding)
         if entry.border is not None:
             marks.add(entry.border.sharding)
+        if entry.subgraphs:
+            marks |= entry.shardings  # type: ignore[attr-defined]
     device_ids = _program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 

@@ -23,7 +23,7 @@ def shardings(graph: Graph) -> list[Placed]:
     """The sharding of each leaf, mark and result."""
     marked = [
         (op.entry.outs[0], named_sharding(op.entry.sharding, graph.device_ids))
-        for op in graph.ops
+        for op in graph.all_ops()
         if op.entry.sharding
     ]
     placed = [(x.leaf.spec, x.leaf.placement.device_sharding) for x in graph.inputs]
@@ -115,7 +115,7 @@ def data_splits(graph: Graph) -> list[DataSplit]:
     Integers may have a dim before the batch, for microbatches that are computed one after another.
     """
     placed = [(x.leaf.spec, x.leaf.placement.sharding) for x in graph.inputs]
-    marks = [(op.entry.spec, op.entry.sharding) for op in graph.ops]
+    marks = [(op.entry.spec, op.entry.sharding) for op in graph.all_ops()]
     found: dict[DataSplit, None] = {}
     for spec, sharding in (*placed, *marks):
         if sharding is None or not sharding.dims:

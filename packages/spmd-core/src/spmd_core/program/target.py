@@ -62,7 +62,7 @@ class Target:
         placements += [placement for placement in graph.out_placements if placement is not None]
         marks = [
             named_sharding(op.entry.sharding, graph.device_ids)
-            for op in graph.ops
+            for op in graph.all_ops()
             if op.entry.sharding is not None
         ]
         placed = [placement.device_sharding for placement in placements]

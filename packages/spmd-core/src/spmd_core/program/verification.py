@@ -16,6 +16,7 @@ import torch
 from spmd_core import counters
 from spmd_core.errors import ProgramError, VerificationError
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.subgraphs import ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.compilation import build
 from spmd_core.program.program import Program
@@ -87,7 +88,12 @@ class _NotOnOneDeviceError(Exception):
 
 def _on_one_device(graph: RecordedGraph, name: str) -> Program:
     """The graph as a program on this process's first device."""
-    if any(node.entry.border for node in graph.nodes) or any(
+    entries = [
+        entry
+        for node in graph.nodes
+        for entry in (node.entry, *(x for part in node.entry.subgraphs for x in part.entries()))
+    ]
+    if any(entry.border for entry in entries) or any(
         leaf.placement.manual for leaf in graph.leaves
     ):
         raise _NotOnOneDeviceError("has a manual region")
@@ -108,17 +114,15 @@ def _on_one_device(graph: RecordedGraph, name: str) -> Program:
 
 
 def _without_mark(node: Node) -> Node:
-    if node.entry.sharding is None:
-        return node
-    return dataclasses.replace(
-        node,
-        entry=Entry(
-            node.entry.name,
-            lambda ctx, inputs, numbers: inputs,
-            node.entry.outs,
-            traits=node.entry.traits,
-        ),
-    )
+    if isinstance(node.entry, ControlEntry):
+        return dataclasses.replace(node, entry=node.entry.with_entries(_unmarked))
+    return dataclasses.replace(node, entry=_unmarked(node.entry))
+
+
+def _unmarked(entry: Entry) -> Entry:
+    if entry.sharding is None:
+        return entry
+    return Entry(entry.name, lambda ctx, inputs, numbers: inputs, entry.outs, traits=entry.traits)
 
 
 def _first_device_leaves(graph: RecordedGraph, leaves: Sequence[jax.Array]) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """Inserts checks of the indices at which operations read and write (`config.check_indices`)."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,37 +10,60 @@ import torch
 
 from spmd_core.graph.values import Spec
 from spmd_core.ops.registry import Context
-from spmd_core.program.index_flag import Flag
+from spmd_core.program.index_flag import Check, Flag
 from spmd_core.program.index_layouts import IndexLayouts
 from spmd_core.program.index_ranges import needed
-from spmd_core.program.ir import Graph, InsertedEntry, Op, Rewriter
+from spmd_core.program.ir import Graph, InsertedEntry, Op, Ref, Rewriter
 from spmd_core.program.target import Replicated, Target
 
 
 def index_checks(graph: Graph, target: Target) -> Graph:
-    """The graph with a check before each operation whose indices may be out of range."""
-    checks = needed(graph) if graph.recorded.checks_indices else []
+    """The graph with a check of all indices that may be out of range, also in bodies."""
+    checks = [*_needed(graph, None)] if graph.recorded.checks_indices else []
     if not checks:
         return graph
     layouts = IndexLayouts(target)
     is_split = target.replicated_part is Replicated.NOTHING and len(target.device_ids) > 1
     splits = [layouts.split(value) if is_split else () for _, _, value in checks]
     flag = Flag([check for check, _, _ in checks], splits, target.jax_mesh)
-    rewriter = Rewriter(graph)
     numbers: dict[Op, list[int]] = {}
     for number, (_, op, _) in enumerate(checks):
         numbers.setdefault(op, []).append(number)
+    indices = [value for _, _, value in checks]
+    return replace(_checked(graph, flag, numbers, indices), flag=flag)
+
+
+def _needed(graph: Graph, around: Op | None) -> Iterator[tuple[Check, Op, Ref]]:
+    """As `needed`, with those of bodies, whose checks are about the operation that runs them."""
+    for check, op, value in needed(graph):
+        if around is not None:
+            check = Check(around.source.position, check.accepted, op.entry.name)
+        yield check, op, value
+    for op in graph.ops:
+        for body in op.bodies:
+            yield from _needed(body, around or op)
+
+
+def _checked(graph: Graph, flag: Flag, numbers: dict[Op, list[int]], indices: list[Ref]) -> Graph:
+    """The graph with these checks.
+
+    Args:
+        graph: of the program, or of a body.
+        flag: the program's.
+        numbers: of the checks before each operation.
+        indices: what each check looks at.
+    """
+    rewriter = Rewriter(graph)
     for op in graph.ops:
         for number in numbers.get(op, ()):
             spec = Spec.contiguous(flag.shape(number), torch.int32)
             kernel = functools.partial(_look, flag, number)
             entry = InsertedEntry("spmd::check_indices", kernel, (spec,))
-            check = rewriter.add(
-                entry, [rewriter.now(checks[number][2])], op.source, manuals=(None,)
-            )
+            check = rewriter.add(entry, [rewriter.now(indices[number])], op.source, manuals=(None,))
             rewriter.checked += check.results
-        rewriter.keep(op)
-    return replace(rewriter.graph(), flag=flag)
+        bodies = tuple(_checked(body, flag, numbers, indices) for body in op.bodies)
+        rewriter.keep(op, bodies=bodies or None)
+    return rewriter.graph()
 
 
 def _look(

@@ -1,0 +1,237 @@
+"""The loops of a scan, as operations: its own, and that of its gradients, in the other direction.
+
+Backward reads what the forward loop has kept of each iteration, in stacks. Two things are computed
+again there instead: what depends on nothing that changes from run to run, such as a mask, and what
+only rearranges or marks a value that is there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmd_core.control_flow import derivatives
+from spmd_core.control_flow.operands import Key, active, record
+from spmd_core.control_flow.scan_steps import Step, read_by
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import read
+from spmd_core.graph.subgraphs import ControlEntry
+from spmd_core.graph.values import Spec, Value
+from spmd_core.ops.kernels import control
+from spmd_core.ops.kernels.traits import Elements
+from spmd_core.recording.calls import known
+from spmd_core.recording.functions import Captured, FunctionRecording
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+
+@dataclass
+class Loop:
+    """An operation that is recorded, but for some of its operands.
+
+    Attributes:
+        entry: the operation.
+        outer: its last operands, values from outside that the function reads by no call of torch.
+        numbers: its scalar inputs.
+    """
+
+    entry: ControlEntry
+    outer: list[Value]
+    numbers: list[Any]
+
+    @staticmethod
+    def of(
+        recording: FunctionRecording,
+        parameters: Sequence[Sequence[Value]],
+        outputs: Sequence[Sequence[Value]],
+        *,
+        length: int,
+        reverse: bool,
+    ) -> "Loop":
+        """The scan of what a recording has.
+
+        Args:
+            recording: of the function.
+            parameters: the carry, slices, and others.
+            outputs: the new carry, and what is stacked.
+            length: the number of iterations.
+            reverse: whether it begins with the last one.
+        """
+        carry, stacked, others = parameters
+        subgraph, outer, numbers = recording.subgraph(
+            [*carry, *stacked, *others], [*outputs[0], *outputs[1]]
+        )
+        num_carry, num_stacked = len(carry), len(stacked)
+        outs = (
+            *(x.spec.logical for x in carry),
+            *(Spec.contiguous((length, *x.spec.shape), x.spec.dtype) for x in outputs[1]),
+        )
+        key = Key("scan", (subgraph,), (num_carry, num_stacked, length, reverse))
+        entry = known(
+            key,
+            lambda: ControlEntry(
+                "spmd::scan",
+                control.scan(num_carry, num_stacked, length, reverse=reverse),
+                (subgraph,),
+                outs,
+                steps=length,
+                stacked=range(num_carry, num_carry + num_stacked),
+                stacks=range(num_carry, len(outs)),
+            ),
+        )
+        return Loop(entry, outer, numbers)
+
+    def run(self, operands: Sequence[XLAShardedTensor]) -> tuple[XLAShardedTensor, ...]:
+        with lock:
+            values = [read(t._handle) for t in operands]
+        return record(self.entry, [*values, *self.outer], self.numbers)
+
+
+@dataclass
+class Backward:
+    """The loop of a scan's gradients.
+
+    Attributes:
+        loop: its carry is the carry's gradient, where it has one, and the sums for closed-over
+            tensors; it goes over what was kept, slices and the gradients of y.
+        carry: the positions of the carry that has gradients.
+        y: the positions of such y.
+        slices: the positions of stacks, whose slices it reads.
+        reads_index: whether it reads the number of the iteration.
+        closed_over: the positions of closed-over tensors that have gradients.
+        stacks: the positions of stacks that have gradients.
+    """
+
+    loop: Loop
+    carry: list[int]
+    y: list[int]
+    slices: list[int]
+    reads_index: bool
+    closed_over: list[int]
+    stacks: list[int]
+
+
+class Gradients:
+    """The vector-Jacobian product of a scan's function, recorded behind the function.
+
+    Args:
+        step: the function's recording.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, recording = step, step.recording
+        self._carry = [i for i, (t, _) in enumerate(step.carry) if t.requires_grad]
+        self._y = [i for i, t in enumerate(step.y) if t.requires_grad]
+        stacks = [i for i, (t, _) in enumerate(step.x) if t.requires_grad]
+        closed = [i for i, each in enumerate(recording.captured) if each.stand_in.requires_grad]
+        with active(recording, step.index[0]):
+            outputs = [*(step.next_carry[i] for i in self._carry), *(step.y[i] for i in self._y)]
+            marks = [step.carry[i][0]._handle.sharding for i in self._carry]
+            marks += [None] * len(self._y)
+            self._cotangents = [
+                recording.argument(t._handle.spec.logical, mark, name="")
+                for t, mark in zip(outputs, marks)
+            ]
+            inputs: list[XLAShardedTensor] = [
+                *(step.carry[i][0] for i in self._carry),
+                *(step.x[i][0] for i in stacks),
+                *(recording.captured[i].stand_in for i in closed),
+            ]
+            found = derivatives.vector_jacobian_product(
+                outputs, inputs, [t for t, _ in self._cotangents]
+            )
+            ends = (len(self._carry), len(self._carry) + len(stacks))
+            of_carry: list[Any] = [
+                torch.zeros_like(t) if grad is None else grad
+                for t, grad in zip(inputs, found[: ends[0]])
+            ]
+            self._stacks = [i for i, g in zip(stacks, found[ends[0] : ends[1]]) if g is not None]
+            of_stacks = [g for g in found[ends[0] : ends[1]] if g is not None]
+            of_closed = [(i, g) for i, g in zip(closed, found[ends[1] :]) if g is not None]
+            self._closed_over = [i for i, _ in of_closed]
+            self._sums = [self._sum(recording.captured[i]) for i in self._closed_over]
+            sums: list[Any] = [t + g for (t, _), (_, g) in zip(self._sums, of_closed)]
+            recording.check_writes()
+        with lock:
+            self._next = [read(t._handle) for t in (*of_carry, *sums)]
+            self._of_stacks = [read(t._handle) for t in of_stacks]
+
+    def _sum(self, captured: Captured) -> tuple[XLAShardedTensor, Value]:
+        handle = captured.stand_in._handle
+        return self._step.recording.argument(handle.spec.logical, handle.sharding, name="")
+
+    def kept(self, forward: Sequence[Value]) -> list[Value]:
+        """The values of each iteration that are kept for backward.
+
+        Args:
+            forward: what the function returns.
+        """
+        recording = self._step.recording
+        first_run = set(recording.own_nodes(forward))
+        changing = {value for _, value in (*self._step.carry, *self._step.x, self._step.index)}
+        carried = {value for _, value in self._step.carry}
+        same: dict[Value, bool] = {}
+
+        for node in recording.own_nodes(forward):  # operands come first
+            entry = node.entry
+            same[node] = not (entry.random or entry.subgraphs) and not any(
+                x in changing or not same.get(x.parent or x, True) for x in node.inputs
+            )
+
+        found: dict[Value, None] = {}
+        seen: set[Value] = set()
+        pending = [*self._next, *self._of_stacks]
+        while pending:
+            value = pending.pop()
+            node = value.parent or value
+            if value in seen:
+                continue
+            seen.add(value)
+            if value in carried:
+                found[value] = None
+            elif node not in first_run:
+                pending += node.inputs if recording.is_recorded(node) else ()
+            elif same[node]:
+                continue
+            elif _is_rearranged(node):
+                pending += node.inputs
+            else:
+                found[value] = None
+        return sorted(found, key=lambda x: getattr(x.parent or x, "serial", 0))
+
+    def backward(
+        self, kept: Sequence[Value], closed: Sequence[Value], *, length: int, reverse: bool
+    ) -> Backward:
+        """The loop of the gradients, which reads what was kept."""
+        step, recording = self._step, self._step.recording
+        outputs = [*self._next, *self._of_stacks]
+        read_values = read_by(recording, outputs, kept)
+        slices = [i for i, (_, value) in enumerate(step.x) if value in read_values]
+        reads_index = step.index[1] in read_values
+        num = len(self._carry)
+        cotangents = [value for _, value in self._cotangents]
+        stacked = [
+            *kept,
+            *(step.x[i][1] for i in slices),
+            *([step.index[1]] if reads_index else []),
+            *cotangents[num:],
+        ]
+        carry = [*cotangents[:num], *(value for _, value in self._sums)]
+        loop = Loop.of(
+            recording,
+            (carry, stacked, closed),
+            (self._next, self._of_stacks),
+            length=length,
+            reverse=reverse,
+        )
+        return Backward(
+            loop, self._carry, self._y, slices, reads_index, self._closed_over, self._stacks
+        )
+
+
+def _is_rearranged(node: Value) -> bool:
+    """Whether an operation rearranges an operand that is no larger than its result."""
+    traits = node.entry.traits
+    if traits.elements > Elements.REPEATED or len(node.inputs) != 1:
+        return False
+    return node.inputs[0].spec.num_bytes <= node.spec.num_bytes

@@ -1,0 +1,107 @@
+"""Loops and branches over functions of arrays, for operations that run subgraphs.
+
+Each is a `Control`: it gets the functions, the operands, and what index checks have found so far
+(int32; None if the operation has none), which it hands on from one run to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+from jax import lax
+
+# As in `graph.subgraphs`.
+_Found: TypeAlias = jax.Array | None
+_Body: TypeAlias = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], _Found]]
+_Control: TypeAlias = Callable[
+    [Sequence[_Body], Sequence[jax.Array], _Found], tuple[list[jax.Array], _Found]
+]
+
+
+def scan(num_carry: int, num_stacked: int, length: int, *, reverse: bool) -> _Control:
+    """Runs a function (carry, one of each stack, others) -> (carry, results), which are stacked."""
+
+    def control(
+        bodies: Sequence[_Body], inputs: Sequence[jax.Array], found: _Found
+    ) -> tuple[list[jax.Array], _Found]:
+        (body,) = bodies
+        end = num_carry + num_stacked
+        others = inputs[end:]
+
+        def step(
+            state: tuple[list[jax.Array], _Found], each: list[jax.Array]
+        ) -> tuple[tuple[list[jax.Array], _Found], list[jax.Array]]:
+            carry, before = state
+            results, now = body([*carry, *each, *others])
+            return (results[:num_carry], _first(before, now)), results[num_carry:]
+
+        state = (list(inputs[:num_carry]), found)
+        xs = list(inputs[num_carry:end])
+        (carry, found), stacks = lax.scan(step, state, xs, length=length, reverse=reverse)
+        return [*carry, *stacks], found
+
+    return control
+
+
+def while_loop(num_carry: int, num_read: int) -> _Control:
+    """Runs the second function (carry, others) -> carry while the first one, of both, is true.
+
+    Args:
+        num_carry: the number of arrays that are carried.
+        num_read: the number of the others that the first function takes; the second one takes
+            those behind them.
+    """
+
+    def control(
+        bodies: Sequence[_Body], inputs: Sequence[jax.Array], found: _Found
+    ) -> tuple[list[jax.Array], _Found]:
+        condition, body = bodies
+        read = inputs[num_carry : num_carry + num_read]
+        others = inputs[num_carry + num_read :]
+
+        def goes_on(carry: Sequence[jax.Array], before: _Found) -> tuple[jax.Array, _Found]:
+            (result,), now = condition([*carry, *read])
+            return result, _first(before, now)
+
+        # The checks of the condition are carried, so it runs in the body.
+        def step(
+            state: tuple[list[jax.Array], jax.Array, _Found],
+        ) -> tuple[list[jax.Array], jax.Array, _Found]:
+            carry, _, before = state
+            results, now = body([*carry, *others])
+            return (results, *goes_on(results, _first(before, now)))
+
+        start = list(inputs[:num_carry])
+        state = (start, *goes_on(start, found))
+        carry, _, found = lax.while_loop(lambda state: state[1], step, state)
+        return carry, found
+
+    return control
+
+
+def cond(counts: tuple[int, int]) -> _Control:
+    """Runs the first function where a boolean, the first operand, is true, else the second one.
+
+    Args:
+        counts: the number of operands that each function takes, those of the first one first.
+    """
+
+    def control(
+        bodies: Sequence[_Body], inputs: Sequence[jax.Array], found: _Found
+    ) -> tuple[list[jax.Array], _Found]:
+        choice, given = inputs[0], inputs[1:]
+        operands = (list(given[: counts[0]]), list(given[counts[0] :]))
+        results, now = lax.cond(
+            choice,
+            lambda both: tuple(bodies[0](both[0])),
+            lambda both: tuple(bodies[1](both[1])),
+            operands,
+        )
+        return list(results), _first(found, now)
+
+    return control
+
+
+def _first(before: _Found, now: _Found) -> _Found:
+    """The earlier of two checks that failed."""
+    return now if before is None or now is None else lax.min(before, now)

@@ -1,0 +1,302 @@
+"""Scans against loops in plain Python, with their gradients, on whole and on split tensors."""
+
+import pytest
+import torch
+from control_flow.eager_loops import both, on
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import spmd_core as spmd
+from spmd_core.control_flow import scan
+from spmd_core.errors import ControlFlowError, DeviceMismatchError
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def test_a_recurrence_with_gradients_of_gradients():
+    def compute(device, w, b, h, x):
+        doubled = w * 2  # computed outside, closed over
+
+        def fn(h, x):
+            h = torch.tanh(h @ doubled + x @ w + b)
+            return h, torch.relu(h) * h.max()
+
+        h_last, ys = on(device)[0](fn, h, x)
+        first = torch.autograd.grad(
+            h_last.square().sum() + ys.sum(), (w, b, h, x), create_graph=True
+        )
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (w, b, h, x))
+        return [h_last, ys, *first, *second]
+
+    w, b = torch.randn(4, 4) / 2, torch.randn(4)
+    both(compute, w, b, torch.randn(3, 4), torch.randn(5, 3, 4), rtol=1e-3, atol=1e-3)
+
+
+def test_trees_directions_and_lengths():
+    def compute(device, x):
+        def fn(carry, x):
+            total = carry["total"] + x["a"]
+            return {"total": total, "n": carry["n"] + 1}, (total * x["b"], {"n": carry["n"]})
+
+        init = {"total": x[0] * 0, "n": torch.zeros((), dtype=torch.int32).to(device)}
+        last, (y, more) = on(device)[0](fn, init, {"a": x, "b": x * 2}, reverse=True)
+        (grad,) = torch.autograd.grad(y.sum() + last["total"].square().sum(), x)
+        return [last["total"], last["n"], y, more["n"], grad]
+
+    both(compute, X)
+    x = X.to("xla")
+    doubled, nothing = scan(lambda c, _: (c * 2, None), x, length=3)
+    assert nothing is None and torch.equal(doubled.cpu(), X * 8)
+    last, ys = scan(lambda c, x: (c + 1, x * 2), torch.zeros((), device="xla"), x[:0])
+    assert last.item() == 0 and ys.cpu().shape == (0, 4)
+
+
+def test_loops_and_branches_in_a_loop():
+    def compute(device, w, x):
+        loop, choose = on(device)
+
+        def inner(c, x):
+            c = torch.tanh(c @ w + x)
+            return choose(c.sum() > 0, lambda c: c * w.sum(), lambda c: c.sin(), c), c
+
+        def outer(c, xs):
+            c, ys = loop(inner, c, xs)
+            return c + w.diagonal(), ys.sum(0)
+
+        c, ys = loop(outer, x[0, 0] * 0, x)
+        return [c, ys, *torch.autograd.grad(c.sum() + ys.square().sum(), (w, x))]
+
+    both(compute, torch.randn(4, 4) / 2, torch.randn(3, 5, 4))
+
+
+def stack_of_layers(device, sharding, ids, h, tensors):
+    """Loss, results and gradients of a stack of blocks, whose stacked weights a scan goes over."""
+    names = ("w1", "w2", "scale", "bias", "table")
+    given = dict(zip(names, tensors)) | {"ids": ids, "h": h}
+    for name, (mesh, spec) in sharding.items():
+        if device == "xla":
+            spmd.mark_sharding(given[name], mesh, spec)
+
+    def block(h, layer):
+        w1, w2, scale = layer
+        u = functional.layer_norm(h, h.shape[-1:]) * scale
+        h = h + functional.gelu(u @ w1 + given["bias"]) @ w2
+        h = h + functional.embedding(ids, given["table"])
+        h = h + torch.softmax(h @ h.transpose(-1, -2), -1) @ h / 10
+        return h, h.amax(-1).cumsum(-1)
+
+    h, ys = on(device)[0](block, h, tuple(given[name] for name in names[:3]))
+    loss = h.square().mean() + ys.square().mean()
+    wanted = [given["h"], *(given[name] for name in names)]
+    return [loss, h, ys, *torch.autograd.grad(loss, wanted)]
+
+
+SPLITS = {
+    "data": {"ids": ("a", None), "h": ("a", None, None), "w1": (None, "a", "b")},
+    "weights": {
+        "w1": (None, "a", "b"),
+        "w2": (None, "b", "a"),
+        "bias": ("b",),
+        "table": ("b", "a"),
+        "scale": (None, "a"),
+    },
+    "loop": {"w1": ("a", None, "b"), "w2": ("b", "a", None), "h": (None, "b", "a")},
+    "joined": {"h": (("a", "b"), None, None), "w1": (None, ("a", "b"), None)},
+}
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "axes"),
+    [
+        ("data", (8, 4, 8, 16, 3), 2),
+        ("weights", (6, 5, 10, 7, 3), 2),
+        ("loop", (8, 4, 8, 16, 4), 2),
+        ("joined", (6, 5, 10, 7, 3), 2),
+        ("weights", (6, 5, 10, 7, 3), 1),
+    ],
+)
+def test_a_stack_of_layers_on_split_tensors(split, sizes, axes, mesh_1d, mesh_2d):
+    batch, time, width, hidden, layers = sizes
+    names = {"a": "x", "b": None} if axes == 1 else {"a": "a", "b": "b"}
+
+    def renamed(spec):
+        found = (tuple(names[n] for n in e) if isinstance(e, tuple) else names.get(e) for e in spec)
+        return tuple(found)
+
+    mesh = mesh_1d if axes == 1 else mesh_2d
+    sharding = {name: (mesh, renamed(spec)) for name, spec in SPLITS[split].items()}
+    shapes = [
+        (layers, width, hidden),
+        (layers, hidden, width),
+        (layers, width),
+        (hidden,),
+        (11, width),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) / 3 for shape in shapes]
+    h = torch.randn(batch, time, width, generator=generator)
+    ids = torch.randint(0, 11, (batch, time), generator=generator)
+
+    def compute(device, ids, h, *tensors):
+        return stack_of_layers(device, sharding, ids, h, tensors)
+
+    both(compute, ids, h, *tensors, rtol=1e-3, atol=1e-4)
+
+
+def test_the_gradient_of_a_stack_is_split_inside_of_the_loop(mesh_1d, num_devices):
+    if num_devices != 8:
+        pytest.skip("the shapes are those of eight devices")
+    w = spmd.mark_sharding(torch.randn(6, 64, 64, device="xla") / 10, mesh_1d, (None, "x", None))
+    w.requires_grad_()
+    h = spmd.mark_sharding(torch.randn(16, 4, 64, device="xla"), mesh_1d, ("x", None, None))
+    spmd.sync()
+    h, _ = scan(lambda h, w: (torch.tanh(h @ w), None), h, w)
+    h.square().mean().backward()
+    spmd.sync()
+    loops = [
+        line.split(" while(")[0]
+        for line in spmd.debugging.hlo(program=spmd.metrics.programs()[-1]).splitlines()
+        if " while(" in line
+    ]
+    assert len(loops) == 2
+    assert all("f32[6,8,64]" in loop and "f32[6,64,64]" not in loop for loop in loops)
+    assert w.grad.sharding_spec == w.sharding_spec
+
+
+def test_a_program_does_not_grow_with_the_length():
+    def size(length):
+        x = torch.ones(length, 4, device="xla", requires_grad=True)
+        _, ys = scan(lambda c, x: (c + x.sin(), c * x), x[0] * 0, x)
+        (grad,) = torch.autograd.grad(ys.sum(), x)
+        return len(spmd.debugging.operations(grad).splitlines())
+
+    assert size(3) == size(300)
+
+
+def test_the_same_function_is_the_same_program():
+    x = torch.ones(3, 4, device="xla")
+    for _ in range(3):
+        scan(lambda c, x: (c + x, None), x[0], x)[0].cpu()
+    programs = len(spmd.metrics.programs())
+    scan(lambda c, x: (c + x, None), x[0], x)[0].cpu()
+    assert len(spmd.metrics.programs()) == programs
+
+
+def test_dropout_draws_other_numbers_in_each_iteration_and_the_same_in_backward():
+    x = torch.ones(3, 200, device="xla", requires_grad=True)
+
+    def plain(c, x):
+        return c, functional.dropout(x, 0.5)
+
+    def again(c, x):
+        return c, checkpoint(lambda x: functional.dropout(x, 0.5), x, use_reentrant=False)
+
+    for fn in (plain, again):
+        y = scan(fn, torch.zeros((), device="xla"), x)[1]
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad.cpu(), y.detach().cpu())
+        assert len({tuple(row) for row in y.tolist()}) == 3
+
+    def nested(c, _):
+        ones = torch.ones(200, device="xla")
+        return scan(lambda c, _: (c, functional.dropout(ones, 0.5)), c, length=3)
+
+    y = scan(nested, torch.zeros((), device="xla"), length=4)[1].reshape(12, 200)
+    assert len({tuple(row) for row in y.tolist()}) == 12
+    y = scan(plain, torch.zeros((), device="xla"), x)[1]
+    with pytest.raises(ControlFlowError, match="Draw the numbers before, and pass them in xs"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_autocast_and_what_is_not_torchs():
+    w = torch.randn(4, 4, device="xla", requires_grad=True)
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        c, y = scan(
+            lambda c, x: ((c @ w + x).float(), c @ w), X[:1].to("xla"), X[:, None].to("xla")
+        )
+    assert y.dtype is torch.bfloat16
+    assert torch.autograd.grad(c.sum(), w)[0].dtype is torch.float32
+
+    def compute(device, w, x):
+        def product(x):
+            return spmd.call_jax(lambda a, b: a @ b, x, w) if device == "xla" else x @ w
+
+        ys = on(device)[0](lambda c, x: (c + x, product(x)), x[0] * 0, x)[1]
+        return [ys, *torch.autograd.grad(ys.square().sum(), (w, x))]
+
+    both(compute, torch.randn(4, 4), X)
+    computed = w * 2
+    with pytest.raises(ControlFlowError, match="Pass the tensor as an operand"):
+        scan(
+            lambda c, x: (c, spmd.call_jax(lambda a, b: a @ b, x, computed)),
+            torch.zeros((), device="xla"),
+            X.to("xla"),
+        )
+
+
+def test_indices_are_checked_in_loops():
+    table, ids = torch.arange(10.0, device="xla"), torch.tensor([[1, 2], [3, 12]]).to("xla")
+    first = torch.zeros((), device="xla")
+    spmd.config.check_indices = True
+    _, rows = scan(lambda c, i: (c, table[i]), first, ids)
+    with pytest.raises(IndexError, match=r"aten::index\.Tensor in spmd::scan"):
+        rows.cpu()
+    _, rows = scan(lambda c, i: (c, table[i]), first, ids.clamp(max=9))
+    assert rows.tolist() == [[1, 2], [3, 9]]
+
+
+def test_verify_looks_into_loops(mesh_1d):
+    x = spmd.mark_sharding(torch.ones(3, 16, device="xla"), mesh_1d, (None, "x"))
+    with spmd.debugging.verify():
+        y = scan(lambda c, x: (c + x.sum(), x.cumsum(0)), torch.zeros((), device="xla"), x)[1]
+    assert y.sum().item() == 3 * 16 * 17 / 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "advice"),
+    [
+        (lambda c, x: c, TypeError, "Return (carry, y), with None for no y"),
+        (lambda c, x: ((c, c), None), TypeError, "Return the same lists, tuples and dicts"),
+        (lambda c, x: (torch.cat([c, x]), None), TypeError, "got float32[8] for float32[4]"),
+        (lambda c, x: ((c + x).double(), None), TypeError, "Convert one of them: .to(dtype)"),
+        (lambda c, x: (c, 1.0), TypeError, "torch.tensor(value, device='xla')"),
+        (lambda c, x: (c, torch.ones(2)), DeviceMismatchError, "Move it first: t = t.to('xla')"),
+        (lambda c, x: (c + x.sum().item(), None), ControlFlowError, "Read before or after it"),
+        (lambda c, x: (c if x.sum() > 0 else x, None), ControlFlowError, "torch.where or cond"),
+        (lambda c, x: (c.add_(x), None), ControlFlowError, "Return the new value"),
+    ],
+)
+def test_a_function_that_no_loop_can_run(fn, error, advice):
+    x = X.to("xla")
+    with pytest.raises(error) as found:
+        scan(fn, x[0], x)
+    assert advice in str(found.value)
+    assert torch.equal(scan(lambda c, x: (c + x, None), x[0] * 0, x)[0].cpu(), X.sum(0))
+
+
+def test_a_function_that_writes_outside_or_leaks():
+    x, outside, kept = X.to("xla"), torch.zeros(4, device="xla"), []
+    with pytest.raises(ControlFlowError, match="a write in place to a tensor from outside"):
+        scan(lambda c, x: (c, outside.add_(x)), x[0], x)
+    assert outside.tolist() == [0] * 4
+
+    def leaking(c, x):
+        kept.append(c + x)
+        return c + x, None
+
+    scan(leaking, x[0], x)
+    with pytest.raises(ControlFlowError, match="Return it from the function"):
+        (kept[0] + 1).cpu()
+    _, ys = scan(lambda c, x: (c + x, c + x), x[0] * 0, x)  # the advice
+    assert torch.equal(ys.cpu(), X.cumsum(0))
+
+
+def test_arguments():
+    x = X.to("xla")
+    for xs, length in (((x, x[:2]), None), (None, None), (x, 5)):
+        with pytest.raises(ValueError, match="Give tensors of one length, or length=n"):
+            scan(lambda c, x: (c, None), x[0], xs, length=length)
+    with pytest.raises(ValueError, match="Close over it, or expand it"):
+        scan(lambda c, x: (c, None), x[0], x.sum())
+    with pytest.raises(TypeError, match="fn"):
+        scan(None, x[0], x)
