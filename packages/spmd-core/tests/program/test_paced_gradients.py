@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from spmd_core.ops.kernels import pieces
+from spmd_core.ops.kernels import chunks
 from spmd_core.program import compile_cache, target
 from spmd_core.program.ir import BarrierEntry
 from spmd_core.program.passes.paced_gradients import paced_gradients
@@ -126,8 +126,8 @@ def test_parameters_are_cast_again_in_a_second_run(num_devices):
 
 @pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")])
 def test_a_large_gradient_is_scattered_in_pieces(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(pieces, "REGISTER", 2)
+    monkeypatch.setattr(chunks, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(chunks, "REGISTER", 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     ids = ids_for(num_devices)
     text = program_of(Tied(), ids, mesh, lambda p: spec if p.dim() > 1 else ())
@@ -140,8 +140,8 @@ def test_a_large_gradient_is_scattered_in_pieces(spec, num_devices, monkeypatch)
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_gradients_of_looked_up_rows_are_gathered_in_pieces(count, num_devices, monkeypatch):
-    monkeypatch.setattr(pieces, "LARGEST_BYTES", num_devices * 5 * WIDTH * 4 // count)
-    monkeypatch.setattr(pieces, "REGISTER", 2)
+    monkeypatch.setattr(chunks, "LARGEST_BYTES", num_devices * 5 * WIDTH * 4 // count)
+    monkeypatch.setattr(chunks, "REGISTER", 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     text = program_of(Tied(), ids_for(num_devices), mesh, by_rows)
     gathered = re.findall(rf"stablehlo.all_gather.*tensor<{num_devices}x5x(\d)xf32>", text)
@@ -159,8 +159,8 @@ def test_gradients_that_autocast_made_stay_narrow_on_one_device(num_devices):
 
 @pytest.mark.parametrize("spec", [("fsdp", "tensor"), (("tensor", "fsdp"), None)])
 def test_two_axes(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(pieces, "REGISTER", 2)
+    monkeypatch.setattr(chunks, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(chunks, "REGISTER", 2)
     if num_devices < 4:
         pytest.skip("needs two axes")
     mesh = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("fsdp", "tensor"))

@@ -22,8 +22,8 @@ from spmd_core.ops.kernels.threefry import fused
 from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import AttentionLayout, Context, Number, flop_formula, lowering
 
-# The seed is a Scalar, so that it is an input of the program; the other options are static. What is
-# recorded without torch's dispatcher may have a tensor there: a seed of each device's own.
+# The seed is a Scalar, so that it is an input of the program; the other options are static. A call
+# that is recorded without torch's dispatcher may pass a tensor: another seed on each device.
 _OPTIONS = "Scalar? seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa"
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define(
@@ -44,7 +44,7 @@ _library.define(
 )
 
 
-# ---- FLOPs, as torch counts its fused kernels: causal or not, the whole square ----------------
+# ---- FLOPs, as torch counts its fused kernels: all scores, even with a causal mask ------------
 
 
 @flop_formula("spmd.attention")
@@ -131,7 +131,7 @@ def _check(
 
 
 def is_documents(dtype: torch.dtype) -> bool:
-    """Whether a mask of that dtype has document ids, (batch, rows), of queries and keys alike.
+    """Whether a mask of this dtype consists of document ids (batch, rows), for queries and keys.
 
     Only `modules.document_attention` gives one: torch refuses such masks.
     """
@@ -188,7 +188,7 @@ _library.impl("attention_backward", _meta_backward, "Meta")
 _library.impl("attention_kept", _meta_kept, "Meta")
 
 
-# ---- torch's arguments as those of `flash` and the kernels ---------------------------------------
+# ---- conversion of torch's arguments to those of the kernels -------------------------------------
 
 
 def _attention_options(
@@ -211,7 +211,7 @@ def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
 
 
 def _ungrouped(query: jax.Array, *rest: flash.Mask) -> Any:
-    """The arrays without the group dim where it is 1: it would decide the products' layout."""
+    """The arrays without the group dim if it is 1: it would affect the layout of the products."""
     if query.shape[-3] != 1:
         return [query, *rest]
     return jax.tree.map(lambda x: lax.squeeze(x, (x.ndim - 3,)), [query, *rest])
@@ -222,10 +222,10 @@ def _with_head_dim(key: jax.Array) -> jax.Array:
 
 
 def _repeats(ctx: Context, kv_heads: int) -> int:
-    """How often each kv head occurs where axes split a group of query heads, else 1."""
+    """How often to repeat each kv head: more than once if axes split a group of query heads."""
     layout = ctx.layout(AttentionLayout)
     if layout is None or not (layout.rows or ctx.platform == "tpu"):
-        return 1  # the partitioner finds a way of its own
+        return 1  # left to the partitioner
     return math.lcm(kv_heads, layout.count(layout.heads)) // kv_heads
 
 
@@ -245,13 +245,14 @@ def _summed(grad: jax.Array | None, kv_heads: int) -> jax.Array | None:
 def _ring_layout(
     ctx: Context, options: flash.AttentionOptions, seed: Any
 ) -> AttentionLayout | None:
-    """The layout of a ring, or None where the sequences are whole.
+    """The layout of a ring; None if the sequences are not split.
 
-    A mask that needs a gradient, dropout, and a causal mask of two lengths are the partitioner's.
+    Dropout, and a causal mask with different lengths, are left to the partitioner; so is a mask
+    that needs a gradient, by the caller.
     """
     layout = ctx.layout(AttentionLayout)
-    is_whole = layout is None or layout.count(layout.rows) == 1
-    if is_whole or seed is not None or min(options.num_queries, options.num_keys) == 1:
+    is_replicated = layout is None or layout.count(layout.rows) == 1
+    if is_replicated or seed is not None or min(options.num_queries, options.num_keys) == 1:
         return None
     return None if options.is_causal and options.num_queries != options.num_keys else layout
 
@@ -269,10 +270,10 @@ def _grouped_mask(mask: Any, num_heads: int, ndim: int) -> flash.Mask:
 
 
 def _cast_operands(ctx: Context, *arrays: jax.Array) -> Any:
-    """The operands in the dtype in which the blocks multiply them.
+    """The operands in the dtype of the matrix products.
 
-    16-bit operands stay so where matrix units take them; the probabilities are then rounded, as
-    every flash kernel rounds them. A CPU multiplies in float32 anyway, so nothing is rounded there.
+    On accelerators, 16-bit operands stay 16-bit for the matrix units; the probabilities are then
+    rounded, as in every flash kernel. A CPU multiplies in float32, so nothing is rounded there.
     """
     return [x.astype(opmath(x.dtype)) for x in arrays] if ctx.platform == "cpu" else arrays
 

@@ -1,11 +1,11 @@
 """Sums over the classes of a linear layer's logits, which are computed in chunks of rows.
 
-For a cross entropy a row of logits is needed as two numbers: that of the target class, and the
-logarithm of the sum of the exponentials. A loop over chunks of rows computes both, and in backward
-the logits again, so that the logits of one chunk are in memory at a time. Rows that mesh axes split
-stay split inside of each chunk: a chunk has rows of every device, and the weight's gradient is
-summed over devices once, after the loop. The partitioner would give each chunk to one device, so
-the rows are cut as the marks of the program's data say (`split_dims.data_splits`).
+A cross entropy needs two numbers of each row of logits: the logit of the target class, and the
+logarithm of the sum of the exponentials. A loop over chunks of rows computes both, and backward
+recomputes the logits, so that the logits of one chunk are in memory at a time. Rows that mesh axes
+split stay split inside of each chunk: a chunk has rows of every device, and the weight's gradient
+is summed over devices once, after the loop. The partitioner would give each chunk to one device, so
+the rows are split explicitly, like the program's data (`split_dims.data_splits`).
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 def _flops_backward(
     grad_picked: Any, grad_lse: Any, x: Any, weight: Any, *rest: Any, **__: Any
 ) -> int:
-    """The logits again, and the gradients of the rows and of the weight."""
+    """The recomputed logits, and the gradients of the rows and of the weight."""
     of_x, of_weight, _ = rest[-1]
     return (1 + of_x + of_weight) * _flops(x, weight)
 
@@ -84,7 +84,7 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 class _Chunks:
     """Rows in chunks: (rows, ...) as (chunks, parts of the batch, rows of a chunk and part, ...).
 
-    Rows are padded if they do not divide.
+    Rows are padded if they do not divide evenly.
     """
 
     def __init__(self, ctx: Context, num_rows: int, chunks: int) -> None:
@@ -120,7 +120,7 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Arra
 
 
 def _chosen(target: jax.Array, logits: jax.Array) -> jax.Array:
-    """Whether a logit is of its row's target. By comparison, which needs no gather of classes."""
+    """Whether each logit is that of its row's target; a comparison needs no gather of classes."""
     return lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
 
 
@@ -186,7 +186,7 @@ def _class_sums_backward(
             jnp.zeros(t.shape, t.dtype) if want else None
             for t, want in zip((x, weight, bias), wanted)
         )
-    x_lse = rows.split(lse, padding=np.inf)  # so that padding has no share
+    x_lse = rows.split(lse, padding=np.inf)  # so that padding adds nothing
     grads = map(rows.split, (grad_picked, grad_lse))
     chunked = (rows.split(x), rows.split(target), x_lse, *grads)
     (of_weight, of_bias), of_x = lax.scan(step, start, chunked)

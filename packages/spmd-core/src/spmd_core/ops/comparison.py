@@ -60,9 +60,9 @@ def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
 
 
 def _bound(x: Any, dtype: np.dtype) -> jax.Array:
-    """A bound of clamp; of a number beyond the integers of `dtype`, their own bound.
+    """A bound of clamp; a number out of range of an integer `dtype` becomes its limit.
 
-    torch 2.15 takes such a number where it bounds nothing; older releases refuse it.
+    torch 2.15 accepts such a number if it has no effect as a bound; older releases refuse it.
     """
     if isinstance(x, Number) and np.issubdtype(dtype, np.integer) and x.kind is int:
         limits = np.iinfo(dtype)

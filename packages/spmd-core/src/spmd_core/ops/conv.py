@@ -26,7 +26,7 @@ from spmd_core.ops.registry import Context, ImageLayout, lowering
 def _split_images(
     ctx: Context, x: jax.Array, weight: jax.Array, sizes: Sequence[int], options: Options
 ) -> Images | None:
-    """The convolution over split dims whose layout is known; None for any other."""
+    """The windows over split dims, if the layout of the images is known; else None."""
     if options.transposed or 0 in weight.shape:
         return None
     windows = (weight.shape[2:], options.stride, options.padding, options.dilation)
@@ -38,7 +38,7 @@ def _convolve_images(
 ) -> jax.Array:
     """The convolution: every device fetches the rows that its results read."""
     alone = ctx.on_one_device()
-    # Where windows of one element skip others along a whole dim, these are not fetched.
+    # If windows of one element skip elements along a dim that is not split, those are not fetched.
     split = {dim.dim for dim in images.dims}
     skipped = [
         step if size == 1 and pad == 0 and dim not in split else 1
@@ -69,9 +69,9 @@ def _gradients_of_images(
 ) -> list[jax.Array | None]:
     """The gradients of the input and of the weight, or None for one that is not wanted.
 
-    For the input's gradient a device fetches the gradient rows of all results that read its rows.
-    With these it also has its part of the weight's gradient. For that one alone, it fetches rows
-    of the input, as the forward does: a first layer has few channels.
+    For the input's gradient, a device fetches the gradient rows of all results that read its rows.
+    From these it also computes its part of the weight's gradient. If only the latter is wanted, it
+    fetches rows of the input, as in forward: the input of a first layer has few channels.
     """
     alone = ctx.on_one_device()
     inner = replace(options, padding=images.padding(options.padding))

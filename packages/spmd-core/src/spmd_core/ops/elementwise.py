@@ -24,13 +24,13 @@ def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """2^x, exact for whole x. XLA computes exp(x log 2), whose float32 error is 4e-6 at 100."""
+    """2^x, exact for integer x. XLA computes exp(x log 2), whose float32 error is 4e-6 at 100."""
     if jnp.iscomplexobj(x):
         return jnp.exp2(x)
-    whole = jnp.round(jnp.clip(x, -2000, 2000))
+    integer = jnp.round(jnp.clip(x, -2000, 2000))
     return jnp.where(
         jnp.abs(x) < 2000,
-        jnp.ldexp(jnp.exp((x - whole) * math.log(2)), whole.astype(np.int32)),
+        jnp.ldexp(jnp.exp((x - integer) * math.log(2)), integer.astype(np.int32)),
         jnp.exp2(x),
     )
 

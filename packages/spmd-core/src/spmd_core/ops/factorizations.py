@@ -121,17 +121,17 @@ def _eigh(
 ) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues and eigenvectors, from one triangle and the real part of the diagonal.
 
-    The whole matrix is made from these, because XLA's kernels differ in which elements they read.
+    The full matrix is made from these, because XLA's kernels differ in which elements they read.
     """
     v_shape = ctx.outs[1].shape
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype), jnp.zeros(v_shape, a.dtype)
     half = jnp.tril(a, -1) if UPLO.upper() == "L" else jnp.triu(a, 1)
     diagonal = jnp.real(jnp.diagonal(a, axis1=-2, axis2=-1))[..., None, :].astype(a.dtype)
-    whole = (
+    full = (
         half + jnp.conj(jnp.matrix_transpose(half)) + jnp.eye(a.shape[-1], dtype=a.dtype) * diagonal
     )
-    vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), whole)
+    vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), full)
     return values, vectors if compute_v else jnp.zeros(v_shape, a.dtype)
 
 

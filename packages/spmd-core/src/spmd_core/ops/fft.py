@@ -1,4 +1,4 @@
-"""Discrete Fourier transforms over any dims: complex or real input, whole or one-sided spectra."""
+"""Discrete Fourier transforms over any dims: complex or real input, full or one-sided spectra."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _complex_transform(
 ) -> jax.Array:
     """The transform of a complex array, one dim after the other.
 
-    A dim that is split over devices is so gathered for its own transform only.
+    So a dim that is split over devices is gathered for its own transform only.
     """
     for dim in dims:
         x = _transform_dim(

@@ -35,10 +35,10 @@ def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
     sign = jnp.where(jnp.fmod(s, 2) == 0, 1, -1).astype(q.dtype)
     # In this order, because the first two terms cancel exactly where s is odd and f is 1/2, and the
     # third one remains.
-    whole = (right + sign * lax.zeta(s, jnp.where(inside, fraction, 1))) - sign * lax.zeta(
+    total = (right + sign * lax.zeta(s, jnp.where(inside, fraction, 1))) - sign * lax.zeta(
         s, jnp.where(inside, size + 1, 1)
     )
-    value = jnp.where(inside, jnp.where(s == jnp.floor(s), whole, jnp.nan), right)
+    value = jnp.where(inside, jnp.where(s == jnp.floor(s), total, jnp.nan), right)
     value = jnp.where(
         jnp.isinf(s) & ~jnp.isnan(q), jnp.where(q < 1, jnp.inf, jnp.where(q == 1, 1, value)), value
     )

@@ -1,7 +1,7 @@
 """Moves arrays between a device's memory and the memory of its host, inside a program.
 
-It is for values inside of one program: the results of a program are always in the memory of
-devices.
+Only values inside of one program can be in host memory: the results of a program are always in the
+memory of devices.
 """
 
 from typing import Any

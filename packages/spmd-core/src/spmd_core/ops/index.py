@@ -25,7 +25,7 @@ def _axis(dim: int, ndim: int) -> int:
 
 
 def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
-    """The list of index tensors as a numpy key; None takes the whole dim.
+    """The list of index tensors as a numpy key; None takes all of the dim.
 
     Raises NotImplementedError for a mask, whose result has no static shape.
     """
@@ -122,7 +122,7 @@ def _embedding_dense_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> jax.Array:
-    # The dims of the indices stay apart: of two split dims, merged, no sharding tells.
+    # The dims of the indices are not merged: no sharding describes the merge of two split dims.
     rows, grad = indices, grad_output.astype(opmath(grad_output.dtype))
     if padding_idx >= 0:
         # The row past the end does not exist: the scatter drops writes to it.

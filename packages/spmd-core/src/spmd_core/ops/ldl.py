@@ -6,8 +6,8 @@ solving symmetric linear systems", Math. Comp. 31 (1977), algorithm A.
 The packing is LAPACK's (xSYTRF and xHETRF, lower): D on the diagonal, in blocks of size 1 and 2,
 and L below it; row exchanges are not applied to earlier columns of L. Pivots count from 1. A pivot
 p > 0 at k means that rows k and p were exchanged. The two pivots of a block of size 2 are both -p,
-and rows k + 1 and p were exchanged. The steps, updates of rank 1 or 2, are a loop of the program,
-whose size so does not grow with the matrix.
+and rows k + 1 and p were exchanged. The steps, updates of rank 1 or 2, are a loop in the program,
+so that the program does not grow with the matrix.
 """
 
 import math

@@ -356,8 +356,8 @@ def _pinv(
         return jnp.zeros(ctx.shape, ctx.dtype)
     if hermitian:
         low = jnp.tril(a, -1)
-        whole = low + _adjoint(low) + _real_diagonal(a)
-        vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), whole)
+        full = low + _adjoint(low) + _real_diagonal(a)
+        vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), full)
         left, right, sizes = vectors, vectors, jnp.abs(values)
     else:
         left, values, adjoint_right = singular_values.decompose(ctx, a, full_matrices=False)

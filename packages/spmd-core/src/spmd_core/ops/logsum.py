@@ -88,8 +88,9 @@ def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
         return x.astype(ctx.dtype)
     if jnp.iscomplexobj(x):
         return _complex_logcumsumexp(x, axis=dim % x.ndim)
-    # The scan slices and joins the dim many times. Its end is whole too: a split that reaches it
-    # from there would have each of its steps exchange blocks, which takes XLA ten times the time.
+    # The scan slices and concatenates the dim many times. Its result is replicated, too: otherwise
+    # the split of a later value would propagate to each step of the scan, which would exchange
+    # blocks, and take XLA ten times as long.
     along = ctx.replicate_last_dims(jnp.moveaxis(x, dim, -1), 1)
     sums = ctx.replicate_last_dims(_real_logcumsumexp(along), 1)
     return jnp.moveaxis(sums, -1, dim).astype(ctx.dtype)

@@ -194,8 +194,8 @@ def _nll_loss(
     used = target != ignore_index
     chosen = jnp.expand_dims(jnp.where(used, target, 0), dim)
     if ctx.platform == "tpu":
-        # A gather would have all of `x` stored, in float32 after a softmax; a sum reads it as the
-        # softmax computes it.
+        # A gather would materialise all of `x`, in float32 after a softmax. A masked sum is fused
+        # with the softmax.
         is_chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == chosen
         likelihood = jnp.sum(jnp.where(is_chosen, x, jnp.zeros((), x.dtype)), axis=dim)
     else:

@@ -51,7 +51,7 @@ def _plus_product(
     return jnp.broadcast_to(term + product, ctx.shape).astype(ctx.dtype)
 
 
-@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.PIECES, is_product=True))
+@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.CHUNKS, is_product=True))
 def _mm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
     return _contract(a, b, _MATRIX_MATRIX).astype(ctx.dtype)
 
@@ -127,7 +127,7 @@ def _contract_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
 @lowering(
     "aten.linear_backward.default",
     meta=_meta_linear_backward,
-    traits=Traits(parts=Parts.PIECES, is_product=True, gradients=(0, 2)),
+    traits=Traits(parts=Parts.CHUNKS, is_product=True, gradients=(0, 2)),
 )
 def _linear_backward(
     ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]
@@ -322,10 +322,11 @@ def _batched(a: jax.Array, b: jax.Array) -> jax.Array:
 def _in_blocks(ctx: Context, a: jax.Array, b: jax.Array, ends: jax.Array) -> jax.Array:
     """A grouped product that is less work than a ragged dot, if there are many groups.
 
-    TPUs have a kernel for ragged dots. Elsewhere XLA masks all rows for each group. Blocks take
-    about twice the work of the rows: on each device, as they are gathered.
+    TPUs have a kernel for ragged dots. Elsewhere XLA computes all rows for each group, masked.
+    Blocks take about twice the work of the rows alone, on each device, because the rows are
+    gathered.
     """
-    # Where nothing of three dims has its first one split, the groups are whole.
+    # If no value with three dims has its first dim split, neither are the groups.
     parts = math.gcd(ends.shape[0], ctx.num_devices) if ctx.split_dims & {-3} else 1
     a, b = a.astype(opmath(a.dtype)), b.astype(opmath(b.dtype))
     if a.ndim == b.ndim == 2:

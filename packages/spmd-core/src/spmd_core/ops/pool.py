@@ -64,7 +64,7 @@ def _best_of(
 
 @dataclass(frozen=True)
 class _Within:
-    """Where the rows that one device reads begin in the whole images, and the images' sizes."""
+    """The first of the rows that one device reads, in the global images, and the images' sizes."""
 
     starts: Sequence[Any]
     sizes: Sequence[int]
@@ -98,8 +98,8 @@ def _max_pool(
             - padding[d]
             - x.shape[dim]
         )
-        # Of size 1 in the other dims: XLA would compute windows of a whole one as it compiles, and
-        # keep them in the program.
+        # Positions have size 1 in the other dims: XLA would fold windows over a constant of the
+        # full size when it compiles, and keep the result in the program.
         along = [n if i == dim else 1 for i, n in enumerate(fields[0].shape)]
         position = lax.broadcasted_iota(_INT64, along, dim)
         if within is not None:

@@ -406,8 +406,8 @@ def _uniform_integers(key: Any, shape: tuple[int, ...], low: int, high: int) -> 
     bits = jax.random.bits(key, shape, np.uint64)
     span = high - low
     offset = bits if span >= 2**64 else bits % np.uint64(span)
-    whole = offset + np.uint64(low % 2**64)
-    return whole if low >= 0 and high > 2**63 else lax.bitcast_convert_type(whole, np.int64)
+    shifted = offset + np.uint64(low % 2**64)
+    return shifted if low >= 0 and high > 2**63 else lax.bitcast_convert_type(shifted, np.int64)
 
 
 def _highest(dtype: np.dtype) -> int:

@@ -61,7 +61,7 @@ class ImageLayout:
     """How the images that an operation's windows read are split.
 
     Attributes:
-        mesh: the program's.
+        mesh: the program's mesh.
         axes: for each dim of the images, the axes that split it, the major one first.
     """
 
@@ -69,7 +69,7 @@ class ImageLayout:
     axes: tuple[tuple[str, ...], ...]
 
     def num_parts(self, dim: int) -> int:
-        """The number of parts that a dim of the images is split into."""
+        """The number of parts into which a dim of the images is split."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes[dim])
 
 
@@ -78,10 +78,10 @@ class AttentionLayout:
     """How mesh axes split the dims of an attention.
 
     Attributes:
-        mesh: the program's.
+        mesh: the program's mesh.
         batch: the axes that split the first dim, if there is one before the heads.
-        heads: those that split the kv heads.
-        rows: those that split both sequences, in the order of the mesh.
+        heads: the axes that split the kv heads.
+        rows: the axes that split both sequences, in the order of the mesh.
     """
 
     mesh: jax.sharding.Mesh
@@ -96,17 +96,16 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """How a table that is split by its rows lies, and the indices of a lookup in it.
+    """How the table of a lookup is split by its rows, and how the indices are split.
 
     Attributes:
-        mesh: the program's.
+        mesh: the program's mesh.
         rows: the axes that split the rows, the major one first.
         indices: for each of the first dims of the indices, the axes that split it.
-        shared: the axis that splits the rows and the first dim of the indices.
-        gathers: whether the table is gathered along it, as it is smaller than what the devices
-            look up, or gathered anyway.
-        scatter: inside a manual region, the sum of all arrays along `shared`, whose first dim is
-            cut into blocks, -> this device's block.
+        shared: the axis that splits both the rows and the first dim of the indices.
+        gathers: whether to gather the table along `shared`: because it has fewer rows than the
+            devices look up, or because another operation gathers it anyway.
+        scatter: inside a manual region, a reduce-scatter of the first dim along `shared`.
     """
 
     mesh: jax.sharding.Mesh
@@ -117,7 +116,7 @@ class TableLayout:
     scatter: Callable[[jax.Array], jax.Array]
 
 
-# What the kernel of an operation may need to know of the layout of its operands.
+# A layout that the kernel of an operation may need to choose its form.
 Hint = ImageLayout | AttentionLayout | TableLayout
 
 
@@ -126,8 +125,8 @@ class BatchSplit:
     """How mesh axes split the first dim of a program's data.
 
     Attributes:
-        count: into how many parts; 1 where it is whole, or not known.
-        split: an array whose first dim is split by these axes; the partitioner chooses the others.
+        count: the number of parts; 1 if the dim is not split, or that is not known.
+        split: splits the first dim of an array by these axes; the partitioner chooses the others.
     """
 
     count: int = 1
@@ -144,22 +143,22 @@ class Context:
     outs: tuple[Out, ...]
     platform: str  # "cpu", "gpu" or "tpu"
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
-    num_devices: int = 1  # over which the program is partitioned
-    # the dims that any sharding in the program splits, counted from the last one (-1)
+    num_devices: int = 1  # the number of devices over which the program is partitioned
+    # the dims that any sharding in the program splits, counted from the last dim (-1)
     split_dims: frozenset[int] = frozenset()
-    # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
+    # (x, n) -> x with its last n dims replicated; the partitioner chooses the others
     replicate_last_dims: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
-    # how the images, the attention or the table of the operation are split, if that is known
+    # the layout of the operation's images, attention or table, if a pass found one
     hint: Hint | None = None
-    # how the program's data splits the batch, as far as it is known
+    # how the batch of the program's data is split
     batch: BatchSplit = field(default_factory=BatchSplit)
 
     def on_one_device(self) -> "Context":
-        """For what every device computes by itself, inside a manual region."""
+        """The context inside a manual region, where every device runs the kernel by itself."""
         return Context(self.outs, self.platform)
 
     def layout(self, kind: type[H]) -> H | None:
-        """The layout that was found for the operation, if it is of this kind."""
+        """The operation's hint, if it is of this kind."""
         return self.hint if isinstance(self.hint, kind) else None
 
     @property

@@ -91,13 +91,13 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
     axis = _axis(dim, index.ndim)
 
     def apply(base: jax.Array, values: jax.Array, method: str) -> jax.Array:
-        whole, values = jnp.atleast_1d(base), jnp.atleast_1d(values)
+        target, values = jnp.atleast_1d(base), jnp.atleast_1d(values)
         if index.size == 0:
             return base
         region = lax.slice(
-            whole,
-            [0] * whole.ndim,
-            [n if d == axis else index.shape[d] for d, n in enumerate(whole.shape)],
+            target,
+            [0] * target.ndim,
+            [n if d == axis else index.shape[d] for d, n in enumerate(target.shape)],
         )
         values = lax.slice(values, [0] * values.ndim, index.shape)
 
@@ -111,7 +111,7 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
         new = jnp.moveaxis(
             write(*(jnp.moveaxis(x, axis, -1) for x in (region, index, values))), -1, axis
         )
-        return write_block(whole, new, [0] * whole.ndim).reshape(base.shape)
+        return write_block(target, new, [0] * target.ndim).reshape(base.shape)
 
     return apply
 

@@ -255,7 +255,7 @@ def _bucketize(
     return _search(ctx, boundaries, x, right)
 
 
-# Up to as many values are compared with each element, more are sorted and searched.
+# Up to this many test values are compared with each element; more are sorted and searched.
 _FEW_TESTS = 32
 
 

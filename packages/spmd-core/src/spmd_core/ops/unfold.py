@@ -70,14 +70,14 @@ def _col2im(
     for d in (1, 0):
         size, kernel, step, pad, hop = options[d]
         axis = out.ndim - 2 if d else len(ctx.shape) - 2
-        whole = size + 2 * pad
+        padded = size + 2 * pad
         span = (positions[d] - 1) * hop + 1
         total: Any = 0
         for k in range(kernel):
             at = lax.index_in_dim(out, k, axis, keepdims=False)
             edges = [(0, 0)] * (at.ndim - 1 - axis)
             dilated = dilate(ctx, at, [hop, *(1 for _ in edges)])
-            total = total + crop_or_pad(dilated, [(k * step, whole - k * step - span), *edges])
+            total = total + crop_or_pad(dilated, [(k * step, padded - k * step - span), *edges])
         out = lax.slice_in_dim(total, pad, pad + size, axis=axis)
     out = replicate_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=2)
     return (out != 0).astype(ctx.dtype) if ctx.dtype == np.bool_ else out.astype(ctx.dtype)

@@ -147,9 +147,9 @@ def _resampled_gradient(
     return grad
 
 
-# Spatial dims are whole on each device: the partitioner would gather a split dim by a sum over the
-# devices of arrays of the result's size, and makes some of these programs invalid (jaxlib 0.10, x
-# split over two axes of three, the result over all).
+# Spatial dims are replicated: the partitioner would gather a split dim by an all-reduce of arrays
+# of the result's size, and makes some of these programs invalid (jaxlib 0.10, x split over two axes
+# of three, the result over all).
 def _register(
     op: str, num_dims: int, make_taps: Any, has_align_corners: bool, **fixed: bool
 ) -> None:
@@ -170,8 +170,8 @@ def _register(
     @lowering(f"aten.{op}.default", host_when=rounds)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
         dtype = opmath(x.dtype)
-        whole = ctx.replicate_last_dims(x.astype(dtype), num_dims)
-        result = _resampled(whole, taps(dtype, x.shape[2:], output_size, options))
+        image = ctx.replicate_last_dims(x.astype(dtype), num_dims)
+        result = _resampled(image, taps(dtype, x.shape[2:], output_size, options))
         return ctx.replicate_last_dims(result, num_dims).astype(ctx.dtype)
 
     @lowering(f"aten.{op}_backward.default")
@@ -180,8 +180,8 @@ def _register(
     ) -> jax.Array:
         dtype = opmath(grad.dtype)
         chosen = taps(dtype, input_size[2:], output_size, options)
-        whole = ctx.replicate_last_dims(grad.astype(dtype), num_dims)
-        result = _resampled_gradient(whole, chosen, input_size[2:])
+        image = ctx.replicate_last_dims(grad.astype(dtype), num_dims)
+        result = _resampled_gradient(image, chosen, input_size[2:])
         return ctx.replicate_last_dims(result, num_dims).astype(ctx.dtype)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from spmd_core import dtypes
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
-from spmd_core.ops.kernels import pieces
+from spmd_core.ops.kernels import chunks
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.traits import Parts, Rows
 from spmd_core.program.batch_reductions import BatchSum
@@ -172,9 +172,9 @@ def _lowered(
             return reduced_block(
                 total, reduction, part.spec, is_scattered=rows.gathered is not None
             )
-        num_pieces = _num_pieces(part, reduction, context.platform) if reduces else 1
-        if num_pieces > 1:
-            return _in_pieces(entry.kernel, part, reduction, blocks, num_pieces, context.platform)
+        num_chunks = _num_chunks(part, reduction, context.platform) if reduces else 1
+        if num_chunks > 1:
+            return _in_chunks(entry.kernel, part, reduction, blocks, num_chunks, context.platform)
         for i in part.how.once:
             own = blocks[i]
             blocks[i] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
@@ -203,43 +203,43 @@ def _lowered(
     return [without_padding(total, part.spec) if reduces else total]
 
 
-def _num_pieces(part: Sum, reduction: Reduction, platform: str) -> int:
+def _num_chunks(part: Sum, reduction: Reduction, platform: str) -> int:
     """The number of chunks, along its other dim, in which a scattered gradient is computed.
 
     Each device's partial sum is as large as the gradient before the scatter. Chunks bound this
     transient memory on TPUs.
     """
     shape, entry = part.spec.shape, part.op.entry
-    may_be_cut = entry.traits.parts is Parts.PIECES and not entry.number_kinds and len(shape) == 2
+    may_be_cut = entry.traits.parts is Parts.CHUNKS and not entry.number_kinds and len(shape) == 2
     if platform != "tpu" or not may_be_cut or reduction.of_activation or reduction.dim is None:
         return 1
     if any(dim != reduction.dim for dim, _ in reduction.others):
         return 1
     by_others = math.prod(reduction.size(axes) for _, axes in reduction.others)
-    return pieces.count(shape[1 - reduction.dim], part.spec.num_bytes // by_others)
+    return chunks.count(shape[1 - reduction.dim], part.spec.num_bytes // by_others)
 
 
-def _in_pieces(
+def _in_chunks(
     kernel: Callable[..., Any],
     part: Sum,
     reduction: Reduction,
     blocks: list[jax.Array],
-    num_pieces: int,
+    num_chunks: int,
     platform: str,
 ) -> jax.Array:
     """Inside the region: a gradient, computed and scattered chunk by chunk."""
     assert reduction.dim is not None
     dim = 1 - reduction.dim
     sources = [(i, d % blocks[i].ndim) for i, d in part.how.sources[dim]]
-    size = part.spec.shape[dim] // num_pieces
+    size = part.spec.shape[dim] // num_chunks
     shape = tuple(size if d == dim else n for d, n in enumerate(part.spec.shape))
     context = registry.Context((registry.Out(shape, part.spec.dtype),), platform)
     made: list[jax.Array] = []
-    for piece in range(num_pieces):
+    for piece in range(num_chunks):
         own = [*blocks]
         for i, d in sources:
             own[i] = lax.slice_in_dim(own[i], piece * size, (piece + 1) * size, axis=d)
-        own = pieces.wait(own, made)
+        own = chunks.wait(own, made)
         total = kernel(context, own, [])[part.result].astype(dtypes.to_jax(part.spec.dtype))
         made.append(reduced_block(total, reduction, part.spec))
     return jnp.concatenate(made, axis=dim)
@@ -308,21 +308,21 @@ class _RowsOfTable:
 
         TPUs gather in chunks of columns, each of which waits for the last but one.
         """
-        names, axes, num_pieces, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
+        names, axes, num_chunks, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
         if self.gathered is not None:
             axes = (*axes, self.gathered)
             gather = functools.partial(lax.all_gather, axis_name=names[self.gathered], tiled=True)
             indices = gather(indices)
             num_bytes = indices.size * grad.shape[-1] * grad.dtype.itemsize
-            num_pieces = pieces.count(grad.shape[-1], num_bytes) if platform == "tpu" else 1
+            num_chunks = chunks.count(grad.shape[-1], num_bytes) if platform == "tpu" else 1
         num_own = -(-self.num_rows // reduction.size(axes))
         own = indices - num_own * lax.axis_index(tuple(names[axis] for axis in axes))
         is_own = (own >= 0) & (own < num_own) & (indices != self.padding_row)
         # The row past the end does not exist: the scatter drops writes to it.
         rows = jnp.where(is_own, own, num_own)
         made: list[jax.Array] = []
-        for piece in jnp.split(grad, num_pieces, axis=-1):
-            (piece,) = pieces.wait([piece], made)
+        for piece in jnp.split(grad, num_chunks, axis=-1):
+            (piece,) = chunks.wait([piece], made)
             values = (piece if gather is None else gather(piece)).astype(opmath(grad.dtype))
             total = jnp.zeros((num_own, values.shape[-1]), values.dtype)
             made.append(total.at[rows].add(values, mode="drop", wrap_negative_indices=False))

@@ -334,7 +334,7 @@ def _convolve_transposed_split(
     )
 
 
-# For kernels with more elements, the weight's gradient is one convolution over whole dims: the
+# For kernels with more elements, the weight's gradient is one convolution over replicated dims: the
 # alternative has one matrix product in the program for each element of the kernel.
 _LARGE_KERNEL = 64
 
@@ -344,13 +344,13 @@ def weight_gradient(
 ) -> jax.Array:
     """The gradient of the convolution's weight; of `weight` only the shape and dtype count."""
     kernel = weight.shape[2:]
-    # Of groups whose batch is split over one of several axes, XLA's partitioner counts each sum as
-    # often as there are positions along the others.
+    # For a grouped convolution whose batch is split over one of several axes, XLA's partitioner
+    # counts each sum once for each position along the other axes.
     is_grouped = options.groups > 1 and ctx.num_devices > 1
     by_tap = is_grouped or _is_split(ctx, x, weight, options)
     if not by_tap or math.prod(kernel) > _LARGE_KERNEL:
-        # Ungrouped, only the batch may be split: where one axis splits different dims of the two,
-        # the sums are wrong.
+        # Without groups, only the batch may be split: if one axis splits different dims of the two
+        # operands, the sums are wrong.
         num_replicated = x.ndim - (not is_grouped)
         x, grad, ctx = (
             ctx.replicate_last_dims(x, num_replicated),

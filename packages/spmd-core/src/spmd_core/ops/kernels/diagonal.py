@@ -1,8 +1,8 @@
-"""Reads and writes of a diagonal through a mask, which every device applies to its own part.
+"""Reads and writes of a diagonal through a mask, which every device applies to its own shard.
 
-XLA's partitioner returns wrong elements for the gather of a diagonal of a split tensor where the
-result is split over two axes (jaxlib 0.10 to 0.12). A mask reads each element once, needs no
-gather and no scatter, and sums over the devices a vector.
+XLA's partitioner returns wrong elements for the gather of the diagonal of a split tensor if the
+result is split over two axes (jaxlib 0.10 to 0.12). A masked sum reads each element once, and needs
+no gather and no scatter; between devices, only a vector is summed.
 """
 
 import jax
@@ -21,15 +21,15 @@ def take_diagonal(x: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
 
     Args:
         x: of any dtype.
-        offset: how many columns the diagonal is right of the main one, or left if negative.
-        dim1: the rows' dim.
-        dim2: the columns' dim.
+        offset: how many columns the diagonal is right of the main diagonal; left if negative.
+        dim1: the dim of rows.
+        dim2: the dim of columns.
     """
     matrices = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
     rows, columns = matrices.shape[-2:]
     first = max(-offset, 0)
     length = max(min(rows - first, columns - max(offset, 0)), 0)
-    # -0.0 is the number that changes no other when it is added, and zero for the other dtypes.
+    # Adding -0.0 changes no float, not even a zero's sign. For other dtypes this is zero.
     nothing = np.asarray(False if x.dtype == np.bool_ else -0.0).astype(x.dtype)
     kept = jnp.where(_mask(rows, columns, offset), matrices, nothing)
     combine = lax.bitwise_or if x.dtype == np.bool_ else lax.add

@@ -1,8 +1,8 @@
-"""Maxima and minima over devices that keep a NaN, by integers in the order of the floats.
+"""Maxima and minima over devices that propagate NaN, by integers in the order of the floats.
 
-XLA's collectives on CPUs, and NCCL's, compare floats one by one and may drop a NaN. As signed
-integers the bits of a positive float are in its order, and those of a negative one in the reverse
-order, so these are inverted. NaN is the integer beyond all floats.
+XLA's collectives on CPUs, and NCCL's, compare floats one by one and may drop a NaN. Read as
+signed integers, the bits of positive floats have the order of the floats, and those of negative
+floats the reverse order, so these are inverted. NaN is an integer beyond those of all floats.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ def with_nan(reduce: Callable[[jax.Array], jax.Array], x: jax.Array, *, is_max: 
     """A maximum or minimum, `reduce`, of floats; NaN where one of them is NaN.
 
     Args:
-        reduce: takes an array and returns one of the same dtype, whose elements are each the
+        reduce: takes an array and returns one of the same dtype, each of whose elements is the
             largest (smallest) of some elements.
-        x: of 16, 32 or 64 bits.
-        is_max: whether it is the maximum.
+        x: floats of 16, 32 or 64 bits.
+        is_max: whether `reduce` is the maximum.
     """
     integer = _INTEGERS[x.dtype.itemsize]
     limits = jnp.iinfo(integer)

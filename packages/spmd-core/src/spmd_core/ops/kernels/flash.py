@@ -44,7 +44,7 @@ class AttentionOptions:
         scale: the factor of the products.
         is_causal: whether query i attends to keys up to i.
         dropout_p: the probability that a weight is dropped.
-        is_part: whether the keys are a part of those that the queries attend to.
+        is_part: whether the queries attend to further keys, in other calls (`ring`).
     """
 
     num_queries: int
@@ -104,7 +104,7 @@ Mask: TypeAlias = jax.Array | Documents | None
 
 
 def _padded_mask(options: AttentionOptions, mask: Mask) -> Mask:
-    """The mask in whole blocks; what is behind the sequences stays to be hidden."""
+    """The mask, padded to a multiple of the blocks; `_scores` masks the padding."""
     if mask is None:
         return None
     if isinstance(mask, Documents):
@@ -265,7 +265,7 @@ def _finite(x: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _softmax(scores: jax.Array, mask: Mask) -> jax.Array:
-    """The probabilities of whole rows; zeros for a row that attends to nothing."""
+    """The probabilities of complete rows; zeros for a row that attends to nothing."""
     weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True), mask))
     # The sum is at least 1 where anything is attended to: exp(maximum - maximum) is 1.
     return weights / jnp.maximum(
@@ -274,7 +274,7 @@ def _softmax(scores: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _logsumexp(scores: jax.Array, mask: Mask) -> jax.Array:
-    """The log of the sum of exponentials of whole rows; -inf for a row that attends to nothing."""
+    """The log of the sum of exponentials of each row; -inf for a row that attends to nothing."""
     top = _finite(jnp.max(scores, axis=-1, keepdims=True), mask)
     return (top + jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)))[..., 0]
 
@@ -399,7 +399,7 @@ def backward(
     size_q, size_k = options.query_blocks[0], options.key_blocks[0]
     rows, columns = query.ndim - 2, key.ndim - 2
     transposed = "...hgqk,...hgqd->...hkd" if query.ndim > key.ndim else "...hqk,...hqd->...hkd"
-    # One block of keys holds whole rows, and values computed from these are more exact than from
+    # One block of keys has complete rows, and values computed from these are more exact than from
     # `lse` and `out`. A row with one weight of nearly 1 has a gradient of nearly 0: the difference
     # of two nearly equal numbers, which must have the same rounding.
     whole_rows = options.key_blocks[1] == 1 and not options.is_part

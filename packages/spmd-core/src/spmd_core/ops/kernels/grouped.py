@@ -1,10 +1,10 @@
 """Products of rows in groups, computed in blocks of rows of one group each.
 
-XLA writes a ragged dot, where a platform has no kernel for it, as a product of every group with all
-rows, masked: work and memory grow with the number of groups. Here each group's rows are cut into
-blocks, the last of them filled up with zeros, and a batched product multiplies each block by its
-group's matrix. All of it is at most about twice the work of the rows alone, for any sizes of the
-groups, which only the device knows.
+If a platform has no kernel for a ragged dot, XLA multiplies all rows with every group's matrix, and
+masks: work and memory grow with the number of groups. Here each group's rows are split into blocks,
+the last of which is padded with zeros, and a batched product multiplies each block by its group's
+matrix. This takes at most about twice the work of the rows alone, for any sizes of the groups,
+which only the device knows.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LEAST_ROWS = 8  # of a block: shorter ones would make more of them than products are worth
+LEAST_ROWS = 8  # the least rows of a block: shorter blocks make products inefficient
 
 # (batch, m, k) and (batch, k, n) to (batch, m, n).
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -25,10 +25,10 @@ class Blocks:
     """Where the rows of some groups lie in blocks.
 
     Attributes:
-        group: the group of each block, (blocks,); of a block without rows, some group.
-        row: the row that each place of a block holds, (blocks, rows); in range.
+        group: the group of each block, (blocks,); any group for a block without rows.
+        row: the row that each place of a block holds, (blocks, rows); always in range.
         is_used: whether a place holds a row, (blocks, rows).
-        block, place: where each row lies, (rows of all groups,); in range.
+        block, place: the place of each row, (rows of all groups,); always in range.
         is_grouped: whether a row belongs to one of the groups, (rows of all groups,).
     """
 
@@ -44,9 +44,9 @@ class Blocks:
         """The blocks of groups that follow each other.
 
         Args:
-            starts, ends: the first row of each group, and the row behind its last: int32 (groups,).
-            num_rows: of all groups, before them, and behind them.
-            size: rows of a block.
+            starts, ends: the first row of each group, and one past its last: int32 (groups,).
+            num_rows: the number of all rows, including those before and after the groups.
+            size: the rows of a block.
         """
         groups = ends.shape[0]
         num_blocks = -(-num_rows // size) + groups  # each group may have one that is not full
@@ -80,18 +80,18 @@ class Blocks:
 def rows_by_groups(
     x: jax.Array, matrices: jax.Array, ends: jax.Array, product: Product, *, num_parts: int = 1
 ) -> jax.Array:
-    """Each row by its group's matrix; rows behind the last group are 0.
+    """Multiplies each row by its group's matrix; rows after the last group are 0.
 
     Args:
         x: (rows, k).
         matrices: (groups, k, n).
-        ends: behind the last row of each group, int32 (groups,), not decreasing.
-        product: of batches.
-        num_parts: into how many equal parts the groups are cut. Each part has blocks of its own,
-            so that devices that split the groups multiply by their own matrices.
+        ends: one past the last row of each group, int32 (groups,), not decreasing.
+        product: the batched product.
+        num_parts: the number of equal parts into which the groups are split. Each part has blocks
+            of its own, so that devices that split the groups multiply by their own matrices.
 
     Returns:
-        (rows, n), of the dtype that `product` gives.
+        (rows, n), in the dtype of `product`'s result.
     """
     size = _size(x, ends)
 
@@ -101,7 +101,7 @@ def rows_by_groups(
         return jnp.where(blocks.is_grouped[:, None], found, np.zeros((), found.dtype))
 
     parts = [_in_parts(y, num_parts) for y in (matrices, _starts(ends), ends)]
-    # A row has a group in one part at most.
+    # A row has a group in at most one part.
     return jax.vmap(of_part)(*parts).sum(0)
 
 
@@ -113,10 +113,10 @@ def sums_by_groups(
     Args:
         x: (rows, m).
         y: (rows, n).
-        ends, product, num_parts: as of `rows_by_groups`.
+        ends, product, num_parts: as for `rows_by_groups`.
 
     Returns:
-        (groups, m, n), of the dtype that `product` gives.
+        (groups, m, n), in the dtype of `product`'s result.
     """
     size = _size(x, ends)
 
@@ -131,7 +131,7 @@ def sums_by_groups(
 
 
 def _size(x: jax.Array, ends: jax.Array) -> int:
-    """Rows of a block: as many as groups of equal sizes would have."""
+    """The rows of a block: as many as each group would have if all had the same size."""
     return max(LEAST_ROWS, -(-x.shape[0] // ends.shape[0]))
 
 

@@ -1,12 +1,12 @@
-"""Windows over images of which each device has a block: it fetches the rows that it lacks.
+"""Windows over split images: each device fetches the rows of others that its windows read.
 
-XLA's partitioner errs on strided and dilated windows over split dims, and moves more than it must
+XLA's partitioner errs on strided and dilated windows over split dims, and moves more than necessary
 (docs/xla_errors.md). Here a `jax.shard_map` gives each device its own block, neighbors exchange the
-rows at their borders ("halos"), and the window's operation itself sees one device's array. Sizes
-need not divide: blocks have the size of the largest, filled up with zeros, and devices whose
-windows begin at different places of their blocks take other rows.
+rows at their borders (halos), and the window operation itself runs on one device's array. Sizes
+need not divide evenly: blocks are padded with zeros to the size of the largest, and each device
+slices the rows at which its windows start.
 
-"Rows" are the elements along a split dim. The whole has `size` rows, device i those from
+"Rows" are the elements along a split dim. The global image has `size` rows; device i has those from
 `i * block` on.
 """
 
@@ -29,13 +29,13 @@ class SplitDim:
     """Windows along one split dim.
 
     Attributes:
-        dim: of the images, from 0.
+        dim: the dim of the images, counted from 0.
         axes: the mesh axes that split it, the major one first.
-        axis_sizes: their sizes.
-        mesh_order: their numbers in `axes`, in the order of the mesh.
-        size, num: rows of the input, and of the result.
-        stride, padding: of the windows.
-        reach: rows from the first to the last of a window, both included.
+        axis_sizes: the sizes of these axes.
+        mesh_order: the positions in `axes` of the axes in the order of the mesh.
+        size, num: the rows of the input, and of the result.
+        stride, padding: the stride and padding of the windows.
+        reach: the rows of a window, from the first to the last, with those that it skips.
     """
 
     dim: int
@@ -55,17 +55,17 @@ class SplitDim:
 
     @property
     def block(self) -> int:
-        """Rows of the input on each device."""
+        """The rows of the input on each device."""
         return -(-self.size // self.count)
 
     @property
     def num_block(self) -> int:
-        """Rows of the result on each device."""
+        """The rows of the result on each device."""
         return -(-self.num // self.count)
 
     @property
     def read(self) -> list[range]:
-        """For each device, the rows that its results read; those outside of the whole: padding."""
+        """For each device, the rows that its results read; rows outside the image are padding."""
         found = []
         for i in range(self.count):
             start = i * self.num_block * self.stride - self.padding
@@ -76,7 +76,7 @@ class SplitDim:
 
     @property
     def readers(self) -> list[range]:
-        """For each device, the results that read one of its rows; some may lie outside."""
+        """For each device, the results that read its rows; some may be outside the result."""
         found = []
         for i in range(self.count):
             begin, end = i * self.block + self.padding, (i + 1) * self.block + self.padding
@@ -86,7 +86,7 @@ class SplitDim:
 
     @property
     def num_read(self) -> int:
-        """The rows that a whole block of results reads."""
+        """The number of rows that a full block of results reads."""
         return (self.num_block - 1) * self.stride + self.reach
 
     @property
@@ -99,7 +99,7 @@ class Images:
     """One operation of windows over split images.
 
     Attributes:
-        dims: the dims behind the channels that are split.
+        dims: the split dims after the channels.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class Images:
         *,
         needs_all_channels: bool,
     ) -> "Images | None":
-        """The operation, or None where no layout is known or none of the windows' dims is split.
+        """The operation; None if no layout is known, or no spatial dim is split.
 
         Args:
-            layout: of the images.
-            shape: of the input.
-            sizes: of the result, in the dims that windows move over, which are the last ones.
-            kernel, stride, padding, dilation: of the windows, one number for each of these dims.
+            layout: the layout of the images.
+            shape: the shape of the input.
+            sizes: the sizes of the result's spatial dims, which are the last dims.
+            kernel, stride, padding, dilation: of the windows, one number for each spatial dim.
             needs_all_channels: whether each device needs all channels.
         """
         if layout is None or len(layout.axes) != len(shape) or 0 in (*shape, *sizes):
@@ -157,7 +157,7 @@ class Images:
         return tuple(axis for axes in self._axes for axis in axes)
 
     def padding(self, padding: Sequence[int]) -> tuple[int, ...]:
-        """The windows' padding inside a block: along split dims the rows themselves have it."""
+        """The windows' padding inside a block: none along split dims, whose rows include it."""
         split, lead = {dim.dim for dim in self.dims}, len(self._axes) - len(padding)
         return tuple(0 if lead + d in split else pad for d, pad in enumerate(padding))
 
@@ -173,9 +173,9 @@ class Images:
         Args:
             function: returns an array for each of `shapes`.
             images: arrays that are split like the layout.
-            others: arrays that every device has whole.
-            shapes: those of the results that are split like the layout; None for a result that is
-                the same on every device.
+            others: replicated arrays.
+            shapes: the global shapes of the results that are split like the layout; None for a
+                replicated result.
         """
         split, same = PartitionSpec(*(axes or None for axes in self._axes)), PartitionSpec()
         padded = [
@@ -199,14 +199,14 @@ class Images:
         return [-(-n // count) * count for n, count in zip(shape, counts)]
 
     def num_inside(self, sizes: Sequence[int]) -> list[int]:
-        """The sizes of a device's block of the result, in the dims that windows move over."""
+        """The sizes of a device's block of the result, in the spatial dims."""
         split, lead = {dim.dim: dim.num_block for dim in self.dims}, len(self._axes) - len(sizes)
         return [split.get(lead + d, num) for d, num in enumerate(sizes)]
 
     # Inside `run`: on one device's blocks.
 
     def windows(self, x: jax.Array) -> jax.Array:
-        """The rows that this device's results read, zeros where there are none."""
+        """The rows that this device's results read; rows outside the image are zeros."""
         for dim in self.dims:
             x = _fetched(x, dim, dim.block, dim.size, dim.read, dim.num_read)
         return x
@@ -217,7 +217,7 @@ class Images:
         return tuple(lengths.get(d, n) for d, n in enumerate(shape))
 
     def returned(self, read: jax.Array) -> jax.Array:
-        """The transpose of `windows`: what devices have for rows of others is added up there."""
+        """The transpose of `windows`: values return to the devices of the rows, which add them."""
         blocks = {dim.dim: dim.block for dim in self.dims}
         shape = tuple(blocks.get(d, n) for d, n in enumerate(read.shape))
         block = jax.ShapeDtypeStruct(shape, read.dtype)
@@ -229,13 +229,13 @@ class Images:
         return {dim.dim: _own(dim, [rows.start for rows in dim.read]) for dim in self.dims}
 
     def readers(self, grad: jax.Array) -> jax.Array:
-        """The rows of a result that read this device's input, zeros where there are none."""
+        """The rows of a result that read this device's input; rows outside the result are zeros."""
         for dim in self.dims:
             grad = _fetched(grad, dim, dim.num_block, dim.num, dim.readers, dim.num_readers)
         return grad
 
     def read_by_readers(self, x: jax.Array) -> jax.Array:
-        """What `readers` read of this device's input, with zeros for all rows of other devices."""
+        """The input rows that `readers` read, with zeros in place of other devices' rows."""
         for dim in self.dims:
             x = _shifted(
                 x, dim, self._reader_starts(dim), (dim.num_readers - 1) * dim.stride + dim.reach
@@ -266,7 +266,7 @@ def _own(dim: SplitDim, values: Sequence[int]) -> jax.Array:
 
 
 def _sent(x: jax.Array, dim: SplitDim, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """What the device of the block `source` has, for each (source, target); zeros elsewhere.
+    """Sends `x` from block `source` to block `target` for each pair; zeros on other targets.
 
     `lax.ppermute` counts devices in the order of the mesh's axes, which may not be the dim's.
     """
@@ -284,9 +284,9 @@ def _sent(x: jax.Array, dim: SplitDim, pairs: Sequence[tuple[int, int]]) -> jax.
 def _fetched(
     x: jax.Array, dim: SplitDim, block: int, size: int, wanted: Sequence[range], length: int
 ) -> jax.Array:
-    """`length` rows of the whole from the first wanted one on; zeros outside of the whole.
+    """`length` rows of the global array, from the first wanted row on; zeros outside the array.
 
-    Of those, the rows that this device does not want may be zeros too.
+    Rows that this device does not want may be zeros, too.
     """
     before, after = [], []
     for i, rows in enumerate(wanted):
@@ -304,7 +304,7 @@ def _neighbors(
 ) -> list[jax.Array]:
     """The rows before (side -1) or after (1) the block, as many as any device needs.
 
-    The nearest device's first. A device that needs none gets zeros.
+    Rows of the nearest device come first. A device that needs none gets zeros.
     """
     parts, left = [], max(needs)
     distance = 0
@@ -323,7 +323,7 @@ def _neighbors(
 
 
 def _shifted(x: jax.Array, dim: SplitDim, starts: Sequence[int], length: int) -> jax.Array:
-    """`length` rows from this device's start on, zeros where `x` has none."""
+    """`length` rows from this device's start on; zeros out of bounds of `x`."""
     low = max(0, -min(starts))
     high = max(0, max(starts) + length - x.shape[dim.dim])
     edges = [(low, high, 0) if d == dim.dim else (0, 0, 0) for d in range(x.ndim)]

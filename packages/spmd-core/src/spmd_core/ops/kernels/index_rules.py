@@ -1,7 +1,7 @@
 """Which indices eager torch accepts in an operation's arguments: rules for `lowering(indices=...)`.
 
-Masks are no indices, and an argument without elements has none. And which indices results can be:
-bounds for its traits, of positions and of integers between two numbers.
+Masks are not indices, and an argument without elements has none. Also `Bounds` for traits: which
+integers an operation's results can have, for positions and for integers between two numbers.
 """
 
 import math
@@ -19,7 +19,7 @@ _MASKS = (torch.bool, torch.uint8)
 def _within(
     arguments: Mapping[str, Any], name: str, size: int, *, wraps: bool = False
 ) -> Iterator[IndexRule]:
-    """Indices from 0 to the size; if it wraps, negative ones count from the end."""
+    """Indices from 0 to below the size; with `wraps`, negative indices count from the end."""
     if 0 not in arguments[name].shape:
         yield IndexRule(name, -size if wraps else 0, size - 1)
 
@@ -81,8 +81,8 @@ def positions(result: int, default: int | None = None) -> Bounds:
     """A result has positions in the dim `dim` of `self`; for None, in the flattened one.
 
     Args:
-        result: which one.
-        default: the dim where the call does not give it.
+        result: the position of the result.
+        default: the dim if the call does not give it.
     """
 
     def bounds(arguments: Mapping[str, Any], index: int, num: int) -> tuple[int, int] | None:

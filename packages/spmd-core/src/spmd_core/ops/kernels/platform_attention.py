@@ -1,9 +1,9 @@
-"""Attention by the kernels that platforms bring: cuDNN's on GPUs, jax's splash attention on TPUs.
+"""Attention by platforms' own kernels: cuDNN's on GPUs, jax's splash attention on TPUs.
 
-XLA cannot partition them. On GPUs `_per_shard` splits them over batch and heads as the partitioner
-chose; on TPUs, where nothing may be asked of Python at that time, `_per_block` splits them as
-`program.attention_layouts` found. Where they do not take the arguments, the caller computes blocks
-in plain jax (`flash`).
+XLA cannot partition these kernels. On GPUs, `_per_shard` splits them over batch and heads as the
+partitioner chose. On TPUs, where the partitioner cannot call Python, `_per_block` splits them by
+the layout that the pass `attention_layouts` chose. For arguments that they do not support, the
+caller computes attention in plain jax (`flash`).
 """
 
 from collections.abc import Callable
@@ -32,11 +32,11 @@ def takes(
     mask: flash.Mask,
     seed: Any,
 ) -> bool:
-    """Whether the platform has a kernel for this; `query` is grouped, as for `flash`."""
+    """Whether the platform has a kernel for these arguments; `query` is grouped, as for `flash`."""
     is_array = mask is not None and not isinstance(mask, flash.Documents)
     if is_array or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
-        # A mask: for a row that attends to no key, the kernels do not return torch's zeros. With
-        # documents, each row attends to itself. A seed: cuDNN's is static.
+        # With a mask, the kernels do not return torch's zeros for a row that attends to no key;
+        # with documents, each row attends to itself. cuDNN's dropout seed is static.
         return False
     if ctx.platform == "gpu":
         if mask is not None:  # cuDNN's kernel takes no ids
@@ -99,7 +99,7 @@ def _ids(mask: flash.Mask) -> list[jax.Array]:
     """The documents' ids, int32 of shape (batch, rows), if there are any."""
     if mask is None:
         return []
-    assert isinstance(mask, flash.Documents), "takes() has said no to other masks"
+    assert isinstance(mask, flash.Documents), "takes() refuses other masks"
     rows = mask.rows
     return [rows.reshape(rows.shape[0], rows.shape[-2]).astype(np.int32)]
 
@@ -119,9 +119,9 @@ def _kernel(
 
 
 def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
-    """`kernel(*args)`, on each device for the batch elements and kv heads that the device holds.
+    """`kernel(*args)`, on each device for its own batch elements and kv heads.
 
-    Batch and kv heads are the first two dims of every argument and result (ids have a batch alone);
+    Batch and kv heads are the first two dims of every argument and result (ids only have a batch);
     the other dims are gathered.
     """
 
@@ -139,8 +139,8 @@ def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
 def _per_block(layout: AttentionLayout, call: Callable[..., Any], *args: jax.Array) -> Any:
     """`call(*args)` in a manual region, for TPUs.
 
-    libtpu compiles no call that a partitioner in Python must split ("Custom emitter for
-    CustomSPMDPartitioning not found").
+    libtpu does not support jax's `custom_partitioning` ("Custom emitter for CustomSPMDPartitioning
+    not found").
     """
     spec = PartitionSpec(layout.batch or None, layout.heads or None)
     of_ids = PartitionSpec(layout.batch or None)
@@ -158,21 +158,21 @@ def _per_block(layout: AttentionLayout, call: Callable[..., Any], *args: jax.Arr
 
 
 def _per_shard(call: Callable[..., Any], *args: jax.Array) -> Any:
-    """`call(*args)`, split as the partitioner splits the arguments.
+    """`call(*args)`, split like the arguments.
 
-    Without this function the partitioner would gather all dims of the arguments.
+    Without this, the partitioner would gather all dims of the arguments.
     """
-    # A partitioned function may hold no constants, such as a kernel's table of blocks: those of the
-    # whole call are replicated arguments instead. `on_shard` makes each shard's own constants, for
+    # A partitioned function must not have constants, such as a kernel's table of blocks. Those of
+    # the global call become replicated arguments. `on_shard` traces each shard's own constants, for
     # its number of heads.
-    whole = jax.make_jaxpr(call)(*args)
+    traced = jax.make_jaxpr(call)(*args)
     tree = jax.tree.structure(jax.eval_shape(call, *args))
-    num_constants = len(whole.consts)
+    num_constants = len(traced.consts)
 
     def body(*given: jax.Array) -> Any:
         constants, rest = given[:num_constants], given[num_constants:]
         return jax.tree.unflatten(
-            tree, _core.jaxpr_as_fun(_core.ClosedJaxpr(whole.jaxpr, constants))(*rest)
+            tree, _core.jaxpr_as_fun(_core.ClosedJaxpr(traced.jaxpr, constants))(*rest)
         )
 
     def on_shard(*given: jax.Array) -> Any:
@@ -211,11 +211,11 @@ def _per_shard(call: Callable[..., Any], *args: jax.Array) -> Any:
     wrapped.def_partition(
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule
     )
-    return wrapped(*whole.consts, *args)
+    return wrapped(*traced.consts, *args)
 
 
 def _cuda_capability() -> float | None:
-    """The first GPU's compute capability, or None where it is not an Nvidia GPU."""
+    """The first GPU's compute capability; None if it is not an Nvidia GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     try:
         return float(capability) if capability is not None else None
@@ -263,9 +263,9 @@ def _cudnn(
 
 
 def _splash_takes(options: flash.AttentionOptions, query: jax.Array, value: jax.Array) -> bool:
-    """Whether splash attention computes this: whole blocks of 128 rows and keys, and bfloat16.
+    """Whether splash attention supports this: multiples of 128 rows and keys, in bfloat16.
 
-    For float32 the kernel's products have less precision than torch's.
+    For float32, the kernel's products have less precision than torch's.
     """
     return (
         query.dtype == jnp.bfloat16
@@ -288,9 +288,9 @@ def _splash(
 ) -> tuple[jax.Array, jax.Array | None]:
     """jax's TPU kernel, mapped over the batch.
 
-    Blocks of queries and keys that share no document in `ids` are computed too, and hidden.
-    The kernel has no scale, so the queries are scaled first. The log of the sum of exponentials is
-    None where the result is to be differentiated.
+    Blocks of queries and keys that share no document in `ids` are computed, too, and masked. The
+    kernel has no scale, so the queries are scaled first. The log of the sum of exponentials is None
+    if the result is to be differentiated.
     """
     # Not at the top: the module is experimental, and only programs for TPUs should depend on it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415

@@ -1,15 +1,15 @@
-"""Attention over sequences of which each device has a part: keys and values go round in a ring.
+"""Ring attention over split sequences: keys and values circulate among the devices.
 
-The algorithm is ring attention (Liu et al. 2023). Each device keeps its queries. The keys and
-values of the others come by, one device's at a time, and the partial results are joined by the logs
-of their sums of exponentials, as in `flash`. In the backward, the gradients of keys and values go
-round with them. So a device never has more than two devices' keys, and no array of all scores.
+The algorithm is that of Liu et al. 2023. Each device keeps its queries. The keys and values of the
+others pass by, one device's at a time, and the partial results are combined by the logs of their
+sums of exponentials, as in `flash`. In backward, the gradients of keys and values circulate with
+them. So a device never holds the keys of more than two devices, nor an array of all scores.
 
-With a causal mask the device of the last rows would compute for all their keys, and that of the
-first for hardly any. So the sequence is cut into twice as many chunks as there are devices, and
-device i computes chunks i and 2n - 1 - i (Brandon et al. 2023 balance by stripes instead). Then
-each device has the same work at every step: two chunks of queries by one of keys, or the reverse.
-Blocks that arrive in the order of the sequence are exchanged at the start, and results at the end.
+With a causal mask, the device of the last rows would compute scores for all keys, and that of the
+first rows for few. So the sequence is split into twice as many chunks as there are devices, and
+device i computes chunks i and 2n - 1 - i (Brandon et al. 2023 use stripes instead). Then each
+device has the same work at every step: two chunks of queries by one of keys, or the reverse.
+Devices exchange their chunks accordingly at the start, and the results at the end.
 
 The arrays are those of `flash`.
 """
@@ -28,7 +28,7 @@ from spmd_core.ops.kernels import flash
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import AttentionLayout
 
-# Keys and values, or their gradients; results with the logs of their sums of exponentials.
+# Keys and values, or their gradients; or results and the logs of their sums of exponentials.
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
@@ -82,7 +82,7 @@ def backward(
         value: jax.Array,
         *masks: jax.Array,
     ) -> Any:
-        # Of the result only one number for each row is needed (see `flash.backward`).
+        # Backward needs only one number for each row of the result (see `flash.backward`).
         wide = opmath(query.dtype)
         delta = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
         rows = ring.balanced(jnp.stack([lse.astype(wide), delta], axis=-1))
@@ -104,11 +104,11 @@ def backward(
 
 
 class _Meetings(NamedTuple):
-    """Chunks of rows and of keys that meet, one pair after the other.
+    """Pairs of a chunk of rows and a chunk of keys whose scores are computed, one after another.
 
     Attributes:
-        is_causal: whether they meet under the causal mask.
-        rows, keys: the numbers of the chunks, integers of one length.
+        is_causal: whether the causal mask applies to these pairs.
+        rows, keys: the numbers of the chunks, integer arrays of equal length.
     """
 
     is_causal: bool
@@ -116,9 +116,9 @@ class _Meetings(NamedTuple):
     keys: jax.Array
 
     def fold(self, step: Callable[[Any, Any, Any], Any], start: Any) -> Any:
-        """The steps' results: `step(carry, row, key)` for each pair.
+        """The last carry of `carry = step(carry, row, key)` over the pairs.
 
-        In a loop, so that one pair's blocks of scores are in memory at a time.
+        This is a loop, so that the scores of one pair are in memory at a time.
         """
         if len(self.rows) == 1:
             return step(start, self.rows[0], self.keys[0])
@@ -156,18 +156,18 @@ class _Ring:
     ) -> list[tuple[jax.Array, PartitionSpec]]:
         """The mask with its spec, if one is needed; each device has all columns of its rows.
 
-        Of documents, each device has the ids of all keys, which are those of all queries too.
+        For documents, each device has the ids of all keys, which are also those of all queries.
         """
         num_keys = self._padded_size(self._options.num_keys, self._layout.rows)
         if isinstance(mask, flash.Documents):
             ids = mask.columns
             widths = [(0, 0)] * (ids.ndim - 1) + [(0, num_keys - ids.shape[-1])]
-            # Whatever document the padding is taken for: under a causal mask it lies behind all
-            # rows, and else it has one of its own.
+            # The padding gets a document of its own. Even if that id is in use, a causal mask hides
+            # the padding, which comes after all rows.
             ids = jnp.pad(ids, widths, constant_values=int(np.iinfo(ids.dtype).min))
             return [(ids, PartitionSpec(queries[0], *(None,) * (ids.ndim - 1)))]
         if mask is None and (num_keys == self._options.num_keys or self._options.is_causal):
-            return []  # the causal mask hides the padding, which lies behind all rows
+            return []  # the causal mask hides the padding, which comes after all rows
         if mask is None:
             is_key = np.arange(num_keys) < self._options.num_keys
             mask = jnp.asarray(is_key.reshape((1,) * (query.ndim - 1) + (-1,)))
@@ -175,7 +175,7 @@ class _Ring:
             widths = [(0, 0)] * (mask.ndim - 1) + [(0, num_keys - mask.shape[-1])]
             hidden = False if mask.dtype == bool else -np.inf
             mask = jnp.pad(mask, widths, constant_values=hidden)
-        # A group's dim is never split, nor is a dim that is the same for all.
+        # The dim of a group is never split, nor is a broadcast dim.
         spec = [axes if n > 1 else None for n, axes in zip(mask.shape, queries)]
         return [(mask, PartitionSpec(*spec[:-1], None))]
 
@@ -185,12 +185,12 @@ class _Ring:
         arrays: Sequence[tuple[jax.Array, PartitionSpec]],
         results: Sequence[tuple[tuple[int, ...], PartitionSpec]],
     ) -> Any:
-        """Has every device run `local` on its blocks, filled up with zeros where they are uneven.
+        """Has every device run `local` on its blocks, padded with zeros if the split is uneven.
 
         Args:
-            local: takes a block of each array, and returns one of each result.
-            arrays: with their specs.
-            results: the shapes of the whole results, with their specs.
+            local: takes a block of each array, and returns a block of each result.
+            arrays: the arrays, with their specs.
+            results: the global shapes of the results, with their specs.
         """
         padded = [
             jnp.pad(
@@ -213,7 +213,7 @@ class _Ring:
         return [lax.slice(x, (0,) * x.ndim, shape) for x, (shape, _) in zip(found, results)]
 
     def _padded_size(self, n: int, entry: Any) -> int:
-        """The size of a dim that is split by an entry of a partition spec."""
+        """The padded size of a dim that is split by this entry of a partition spec."""
         axes = (entry,) if isinstance(entry, str) else entry or ()  # jax unpacks a single name
         parts = self._layout.count(axes)
         if self._options.is_causal and axes == self._layout.rows:
@@ -226,12 +226,12 @@ class _Ring:
         return lax.axis_index(self._layout.rows)
 
     def _sent(self, x: Any, targets: Sequence[int]) -> Any:
-        """What the device that names this one as its target has."""
+        """Sends `x` to `targets[i]` from each device i; returns what this device receives."""
         pairs = list(enumerate(targets))
         return x if all(a == b for a, b in pairs) else lax.ppermute(x, self._layout.rows, pairs)
 
     def _sent_on(self, x: Any) -> Any:
-        """What the device before has."""
+        """Sends `x` to the next device; returns that of the previous one."""
         return self._sent(x, [(i + 1) % self.size for i in range(self.size)])
 
     def _targets(self, parity: int) -> list[int]:
@@ -243,7 +243,7 @@ class _Ring:
         """The chunks of rows that this device computes, in a new first dim."""
         if not self._options.is_causal:
             return x[None]
-        # From each of the two permutations a device gets one chunk; the even one may be its second.
+        # A device gets one chunk from each permutation; that of the even one may be its second.
         even, odd = (
             self._sent(chunk, self._targets(parity))
             for parity, chunk in enumerate(jnp.split(x, 2, axis=-2))
@@ -264,14 +264,14 @@ class _Ring:
         )
 
     def _own_pairs(self) -> list[_Meetings]:
-        """The chunks of rows and of keys that meet on a device."""
+        """The pairs of chunks for a device's own keys."""
         if not self._options.is_causal:
             return [_Meetings(False, jnp.zeros(1, int), jnp.zeros(1, int))]
         both, second = jnp.arange(2), jnp.ones(1, int)
         return [_Meetings(True, both, both), _Meetings(False, second, jnp.zeros(1, int))]
 
     def _pairs(self, source: jax.Array) -> list[_Meetings]:
-        """As `_own_pairs`, for keys of another device."""
+        """The pairs of chunks for the keys of another device."""
         if not self._options.is_causal:
             return self._own_pairs()
         # The second chunk of rows comes after all first chunks of keys. If the keys' device comes
@@ -285,7 +285,7 @@ class _Ring:
         return replace(self._options, **sizes, is_causal=is_causal, is_part=True)
 
     def _chunk(self, device: Any, i: Any) -> Any:
-        """The place in the whole sequence of chunk `i` of a device's."""
+        """The position in the global sequence of chunk `i` of a device."""
         if not self._options.is_causal:
             return device
         return jnp.where(i == 0, device, 2 * self.size - 1 - device)
@@ -338,7 +338,7 @@ class _Ring:
 
         def body(carry: tuple[_Pair, _Pair], number: Any) -> tuple[tuple[_Pair, _Pair], None]:
             total, keys = carry
-            following = self._sent_on(keys)  # on its way while the keys are used
+            following = self._sent_on(keys)  # sent while the keys are used
             return (step(total, number, keys), following), None
 
         carry = total, self._sent_on((key, value))
@@ -394,7 +394,7 @@ class _Ring:
 
         carry = of_query, self._sent_on(of_keys), self._sent_on(keys)
         (of_query, of_keys, keys), _ = lax.scan(body, carry, jnp.arange(1, self.size - 1))
-        # The last one to add something to the gradients of keys sends them home.
+        # The device that adds the last part to the gradients of keys sends them to their owner.
         of_query, of_keys = step(of_query, of_keys, self.size - 1, keys)
         return of_query, *of_keys
 
@@ -404,7 +404,7 @@ def _updated(x: jax.Array, i: Any, chunk: jax.Array) -> jax.Array:
 
 
 def _joined(a: _Pair, b: _Pair) -> _Pair:
-    """The attention over two sets of keys, from that over each."""
+    """Combines the results of attention over two sets of keys."""
     highest = jnp.maximum(a[1], b[1])
     # A row that attends to nothing yet has -inf; exp(-inf - 0) is 0, and -inf - -inf would be NaN.
     shift = jnp.where(highest == -np.inf, 0, highest)

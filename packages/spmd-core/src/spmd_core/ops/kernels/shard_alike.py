@@ -1,7 +1,7 @@
-"""Two arrays that the partitioner gives one sharding, whichever it chooses.
+"""Has the partitioner give two arrays the same sharding, whichever it chooses.
 
-jax had this as `jax.experimental.shard_alike`, and dropped it. It is one operation of Shardy's,
-`sdy.sharding_group`, on each of the two arrays.
+jax had this as `jax.experimental.shard_alike`, and dropped it. It is Shardy's operation
+`sdy.sharding_group`, applied to both arrays.
 """
 
 import functools
@@ -19,7 +19,7 @@ _sdy = releases.jax_module("jaxlib.mlir.dialects.sdy", "ShardingGroupOp")
 
 
 def shard_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two arrays of one shape, with the same values and with one sharding. Differentiable."""
+    """Returns two arrays of equal shape with the same sharding. Differentiable."""
     x, y = _primitive().bind(x, y)
     return x, y
 

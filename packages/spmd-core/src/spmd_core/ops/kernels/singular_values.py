@@ -15,10 +15,10 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 def decompose(
     ctx: Context, a: jax.Array, *, full_matrices: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`u`, `s` and the adjoint of `v`, as numpy has them; NaN for a matrix that is not finite.
+    """`u`, `s` and the adjoint of `v`, as in numpy; NaN for a matrix that is not finite.
 
     Args:
-        ctx: of the operation.
+        ctx: the operation's context.
         a: (..., m, n), not empty.
         full_matrices: whether `u` is (m, m) and `v` is (n, n); else they have min(m, n) columns.
     """
@@ -28,11 +28,11 @@ def decompose(
 
 
 def by_polar_form(a: jax.Array, *, full_matrices: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The decomposition from the polar form `a = w h`, as jax has it on TPUs.
+    """The decomposition from the polar form `a = w h`, as in jax's own implementation for TPUs.
 
-    jax's own does not compile there: where its 64-bit types are on, it makes the signs of columns
-    int64, and XLA lowers no product of float32 and these ("rewriting computation to not contain
-    X{64|128} element types"). Can go when jax gives them the matrix's dtype.
+    That one does not compile if x64 is enabled: it makes the signs of columns int64, and XLA does
+    not lower their product with float32 ("rewriting computation to not contain X{64|128} element
+    types"). This can go when jax gives the signs the matrix's dtype.
 
     Source: Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms for
     the symmetric eigenvalue decomposition and the SVD", 2013, section 5.
@@ -59,7 +59,8 @@ def _of_square(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         w, h, *_ = lax.linalg.qdwh(a, max_iterations=10)
     v, s = lax.linalg.eigh(h)
     v, s = v[:, ::-1], jnp.maximum(s[::-1], 0)
-    # Of a singular matrix, `w` is not unitary: only the columns of values that are not 0 are.
+    # For a singular matrix, `w` is not unitary: only its columns for nonzero values are
+    # orthonormal.
     u, triangle = lax.linalg.qr(_product(w, v))
     signs = jnp.sign(jnp.diag(triangle))
     return u * jnp.where(signs == 0, jnp.ones_like(signs), signs), s, v

@@ -1,9 +1,8 @@
-"""Random bits that XLA computes in one loop with what reads them, on the CPU too.
+"""Random bits that XLA fuses with their readers, on the CPU too.
 
-On the CPU, jax computes bits in a loop over the rounds of the hash, through three arrays of the
+On the CPU, jax computes bits in a loop over the rounds of the hash, with three arrays of the
 result's size. Here the rounds are elementwise operations, as jax's are on GPUs and TPUs, which XLA
-fuses with the sampler: a sample is all that is in memory, after half of the time. The bits are the
-same.
+fuses with the sampler: only the sample is materialised, in half of the time. The bits are the same.
 """
 
 import math
@@ -26,13 +25,13 @@ def prng_key(seed: jax.Array) -> jax.Array:
 
 
 def fused(key: jax.Array) -> jax.Array:
-    """The same key, whose bits XLA fuses with what reads them.
+    """The same key, whose bits XLA fuses with their readers.
 
-    Not for samplers that draw until a value is accepted, which jax writes for its own keys: with
-    another one, `jax.random.gamma` takes tens of times as long, and `jax.random.poisson` raises.
+    Not for rejection samplers, which jax writes for its own key types: with another type,
+    `jax.random.gamma` takes tens of times as long, and `jax.random.poisson` raises.
 
     Args:
-        key: a threefry2x32 key of jax.
+        key: a threefry2x32 key.
     """
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_FUSED)
 
@@ -43,13 +42,13 @@ def _bits(key: jax.Array, width: int, shape: Sequence[int]) -> jax.Array:
     Args:
         key: uint32 of shape (2,).
         width: bits of an element: 8, 16, 32 or 64.
-        shape: the result's.
+        shape: the shape of the result.
     """
     return _words(*_hash(key, *_positions(shape)), width)
 
 
 def is_supported(key: jax.Array) -> bool:
-    """Whether `bits_at` has the bits of this key: one of threefry2x32, as most are."""
+    """Whether `bits_at` supports this key: it must be of type threefry2x32, as most are."""
     impl = jax.random.key_impl(key)
     # Without the flag, jax hashes positions in another order.
     partitionable = bool(jax.config.values["jax_threefry_partitionable"])
@@ -59,13 +58,13 @@ def is_supported(key: jax.Array) -> bool:
 def bits_at(
     key: jax.Array, width: int, shape: Sequence[int], strides: Sequence[jax.Array]
 ) -> jax.Array:
-    """The bits that elements have in an array whose strides are only known to the program.
+    """The bits of elements of an array whose strides are only known when the program runs.
 
     Args:
         key: one for which `is_supported` holds.
         width: bits of an element: 8, 16, 32 or 64.
-        shape: how many elements are asked for along each dim.
-        strides: of each dim in the array, 0-dim int64.
+        shape: the number of elements along each dim.
+        strides: the array's stride along each dim, 0-dim int64 arrays.
     """
     position = lax.full(shape, 0, np.int64)
     for dim, stride in enumerate(strides):

@@ -1,6 +1,6 @@
-"""Traits: what passes need to know of an operation, written at its `lowering(traits=...)`.
+"""Traits: what passes need to know of an operation, declared at its `lowering(traits=...)`.
 
-A pass asks for a trait, not for names: a new operation says what it is in its own block.
+Passes ask for traits, not for names, so that a new operation is declared in one place.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,76 +10,75 @@ from typing import Any
 
 
 class Elements(IntEnum):
-    """Whose elements the results of an operation have. Each kind includes those before it.
+    """Where an operation's results take their elements from. Each kind includes those before it.
 
-    They are elements of one operand, `Traits.source`, converted where a result has another dtype.
+    The elements are those of one operand, `Traits.source`, maybe converted to another dtype.
     """
 
-    SAME = 1  # all of them, in the same shape
-    RESHAPED = 2  # in the same row-major order
-    PERMUTED = 3  # each once
-    REPEATED = 4  # each at least once
-    BLOCK = 5  # no others; which ones is known when the operation is recorded
-    CHOSEN = 6  # no others
-    OF_ALL = 7  # no others than those of all operands
-    NEW = 8  # computed
+    SAME = 1  # all elements, in the same shape
+    RESHAPED = 2  # all elements, in the same row-major order
+    PERMUTED = 3  # each element once
+    REPEATED = 4  # each element at least once
+    BLOCK = 5  # some elements, which are known when the operation is recorded
+    CHOSEN = 6  # some elements
+    OF_ALL = 7  # some elements of all operands
+    NEW = 8  # computed elements
 
 
 class Parts(IntEnum):
-    """What a kernel computes from parts of its operands. Each kind includes those before it.
+    """How a kernel's results on parts of its operands are parts of its results.
 
-    A mean computes none: it divides by the size that it sees.
+    Each kind includes those before it. A mean has none: it divides by the size of its part.
     """
 
     NONE = 0
-    SUM = 1  # a part of each sum
-    DIMS = 2  # and of those dims of a result that are dims of operands
-    PIECES = 3  # and a TPU makes a large gradient in pieces
+    SUM = 1  # partial sums, if the summed dims are split
+    DIMS = 2  # also blocks of results, if other dims of operands are split
+    CHUNKS = 3  # also, TPUs compute a large gradient in chunks
 
 
 class Compared(Enum):
-    """What an operation compares exactly. Gradients and users look for what it chose by `==`."""
+    """What an operation compares exactly. Gradients and users then find its choice by `==`."""
 
-    ELEMENTS = "the elements of an operand, of which its results are some, or their positions"
-    ORDER = "the same, if its `p` or `ord` is infinite: a norm"
+    ELEMENTS = "the elements of an operand; it returns some of them, or their positions"
+    ORDER = "the same for a norm, if its `p` or `ord` is infinite"
     OPERANDS = "the elements of two operands"
 
 
 class Rows(Enum):
-    """What an operation does with the rows of a table. Devices send rows, or parts of the table."""
+    """What an operation does with the rows of a table."""
 
-    READ = "looks up those that its second operand has, in its first operand"
-    WRITTEN = "adds to those that its second operand has, what its first operand has"
+    READ = "looks up rows of its first operand at the indices in its second operand"
+    WRITTEN = "adds the rows of its first operand at the indices in its second operand"
 
 
-# A call's arguments by name, as `Entry.arguments` has them, the position of a result and its number
-# of elements -> the lowest and the highest integer that can be in it; None if that is not known.
+# (arguments by name, as in `Entry.arguments`; the position of a result; its number of elements) ->
+# the lowest and the highest integer that it can have; None if not known.
 Bounds = Callable[[Mapping[str, Any], int, int], tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What an operation is.
+    """The traits of an operation.
 
     Attributes:
-        elements: whose elements its results have.
-        source: the position of the operand that `elements` speaks of.
-        parts: what its kernel computes from parts of its operands.
-        gradients: for each of torch's first results the position of the operand whose gradient it
-            is: it has that operand's dims.
+        elements: where its results take their elements from.
+        source: the position of the operand from which `elements` come.
+        parts: how it can be computed by parts.
+        gradients: for each of torch's first results, the position of the operand whose gradient,
+            and so whose dims, it has.
         rows: what it does with the rows of a table; None if it has no table.
-        is_product: whether it is a product of matrices or the like: it reads its operands from
-            memory, so that XLA fuses nothing into it.
-        images: the positions of the operands that are images or their gradients, of which windows
-            read; the kernel may ask for their `ImageLayout`.
+        is_product: whether it is a matrix product or similar: it reads materialised operands, so
+            that XLA fuses nothing into it.
+        images: the positions of the operands, images or their gradients, that windows read; the
+            kernel may have an `ImageLayout` as its hint.
         compared: what it compares exactly; None for nothing.
-        bounds: what integers its results can have; None if that is not known of any.
-        passes_nan_on: whether a NaN among its operands makes its results NaN, whatever maximum it
-            takes of them, as of what it takes exponentials of.
-        has_seeds: whether its numbers are seeds, of which devices get different ones in a manual
-            region.
-        query: of an attention, the position of the query, behind which the key is; the kernel may
-            ask for their `AttentionLayout`.
+        bounds: which integers its results can have; None if nothing is known.
+        passes_nan_on: whether a NaN among its operands makes its results NaN in any case, so that
+            a maximum inside of it (such as that of a softmax) need not propagate NaN.
+        has_seeds: whether its numbers are seeds, which differ between devices in a manual region.
+        query: for an attention, the position of the query, which the key follows; the kernel may
+            have an `AttentionLayout` as its hint.
     """
 
     elements: Elements = Elements.NEW
@@ -99,7 +98,7 @@ class Traits:
 COMPUTED = Traits()
 PRODUCT = Traits(is_product=True)
 CHOICE, COMPARISON = Traits(compared=Compared.ELEMENTS), Traits(compared=Compared.OPERANDS)
-# Of operations that only pass on their operand's elements.
+# For operations that only pass on elements of their operand.
 SAME, RESHAPED = Traits(Elements.SAME), Traits(Elements.RESHAPED)
 PERMUTED, REPEATED = Traits(Elements.PERMUTED), Traits(Elements.REPEATED)
 BLOCK, CHOSEN, OF_ALL = Traits(Elements.BLOCK), Traits(Elements.CHOSEN), Traits(Elements.OF_ALL)

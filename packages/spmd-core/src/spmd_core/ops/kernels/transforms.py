@@ -1,7 +1,7 @@
-"""Discrete Fourier transforms of split arrays, in the form that XLA gets right.
+"""Discrete Fourier transforms of split arrays, in a form that XLA gets right.
 
 XLA's partitioner aborts the process on transforms over some dims that are split unevenly, and its
-CPU backend refuses one whose operand a collective has left in another layout than row-major.
+CPU backend refuses an operand that a collective has left in another layout than row-major.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ def transform(
     replicate_last_dims: Callable[[jax.Array, int], jax.Array],
     platform: str,
 ) -> jax.Array:
-    """The transform of the last dims, which are whole on each device; inverse ones are divided.
+    """The transform of the last dims, which are replicated; inverse transforms are normalised.
 
     Args:
         x: the operand.
-        kind: of the transform.
-        lengths: of the transformed dims.
+        kind: the kind of the transform.
+        lengths: the lengths of the transformed dims.
         replicate_last_dims: as in `registry.Context`; can go when the partitioner is correct there.
         platform: as in `registry.Context`.
     """

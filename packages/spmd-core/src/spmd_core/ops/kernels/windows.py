@@ -2,9 +2,8 @@
 
 Where a dim is split unevenly, the partitioner returns wrong sums for a dilated window and for a pad
 that puts zeros between the elements. Some of these programs abort the process (a stride of 2 with a
-padding of 2 over 6 elements on 8 devices; jaxlib 0.10). So on several devices such a dim is kept
-whole on each device, or a reshape inserts the zeros. This workaround ends when the partitioner is
-correct.
+padding of 2 over 6 elements on 8 devices; jaxlib 0.10). So on several devices such a dim is
+replicated, or a reshape inserts the zeros. This workaround ends when the partitioner is correct.
 """
 
 import math
@@ -29,10 +28,10 @@ def per_dim(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) ->
 
 
 def last_dims_may_be_split(ctx: Context, num_dims: int) -> bool:
-    """Whether the last `num_dims` dims of what an operation reads may be split.
+    """Whether the last `num_dims` dims of an operation's images may be split.
 
-    Windows over those dims then need the forms of this module. They may be if the layout of its
-    images says so, or, where no layout is known, any sharding in the program.
+    Windows over those dims then need the forms of this module. If the layout of the images is not
+    known, a dim may be split if any sharding in the program splits it.
     """
     images = ctx.layout(ImageLayout)
     if images is not None:
@@ -62,11 +61,11 @@ def replicate_unless_halo_fits(
     *,
     num_dims: int,
 ) -> jax.Array:
-    """Keeps the last `num_dims` dims of `x` whole on each device, unless its windows can be split.
+    """Replicates the last `num_dims` dims of `x`, unless the partitioner can split its windows.
 
-    They can where `last_dims_may_be_split` and `halo_fits_shard`; `x` is then returned unchanged.
-    `sizes`, `kernel` and `dilation` describe the windows, one number per spatial dim. For what the
-    windows read and also for their results: a mark of a result would split the steps before it.
+    If `last_dims_may_be_split` and `halo_fits_shard`, `x` is returned unchanged. `sizes`, `kernel`
+    and `dilation` describe the windows, one number per spatial dim. Call this for what the windows
+    read and also for their results, as the split of a later value would propagate back to them.
     """
     can_be_split = last_dims_may_be_split(ctx, len(sizes)) and halo_fits_shard(
         ctx, sizes, kernel, dilation
@@ -117,10 +116,10 @@ def subsample(x: jax.Array, steps: Sequence[int]) -> jax.Array:
 def _by_phase(x: jax.Array, dim: int, step: int) -> jax.Array:
     """A dim of n elements as (ceil(n / step), step), padded with zeros at the end."""
     num = -(-x.shape[dim] // step)
-    whole = jnp.pad(
+    padded = jnp.pad(
         x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)]
     )
-    return whole.reshape(*x.shape[:dim], num, step, *x.shape[dim + 1 :])
+    return padded.reshape(*x.shape[:dim], num, step, *x.shape[dim + 1 :])
 
 
 def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) -> jax.Array:

@@ -115,7 +115,7 @@ class _Pace:
         The weight was gathered for the input's gradient, and is freed before this one is computed.
         """
         entry, structure = part.op.entry, part.op.entry.structure
-        if entry.traits.parts is not Parts.PIECES or not structure or structure[0] is None:
+        if entry.traits.parts is not Parts.CHUNKS or not structure or structure[0] is None:
             return None
         if self._first is None or self._first[0] != op.source.position or part.result == 0:
             return None

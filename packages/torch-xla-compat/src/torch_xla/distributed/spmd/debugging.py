@@ -10,7 +10,7 @@ from spmd_core.runtime import devices
 from spmd_core.sharding import xla_text
 from torch_xla import _XLAC
 
-# Upstream's tables have this many dims, others are drawn by `spmd_core`.
+# Upstream's tables have two dims. `spmd_core` draws all others.
 _DIMS = 2
 
 
@@ -24,8 +24,8 @@ def visualize_sharding(
     """Prints upstream's table of the devices that hold each block, and returns it.
 
     A cell is `CPU 0` if one device holds the block, `CPU [0, 4]` if several do. With a coloured
-    console and `use_color` the cells stand without lines, as upstream draws them. Beyond upstream,
-    an iota (V2) and a single dim are taken, and a third dim, for which
+    console and `use_color` there are no lines between the cells, as upstream draws them. Unlike
+    upstream, this also takes an iota (V2), a single dim, and a third dim, for which
     `spmd_core.debugging.visualize_sharding` draws the table.
 
     Args:

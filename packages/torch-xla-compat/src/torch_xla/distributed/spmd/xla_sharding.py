@@ -101,9 +101,9 @@ class Mesh(spmd.Mesh):
 
 
 def _in_upstreams_words(text: str, device_ids: Any, mesh_shape: Any, axis_names: Any) -> str:
-    """The message of a MeshError, with upstream's words for the rule where it has this rule.
+    """The message of a MeshError; a rule that upstream also has is stated in upstream's words.
 
-    Programs compare the words by regular expression.
+    Users' tests match upstream's messages by regular expression.
     """
     rules: dict[str, Callable[[], str]] = {
         "axis_names must have one name for each axis of mesh_shape": lambda: (
@@ -192,7 +192,7 @@ class _Device:
 
 
 class HybridMesh(spmd.HybridMesh, Mesh):
-    """`spmd_core.HybridMesh`, also by position; raises ValueError, as torch_xla does."""
+    """`spmd_core.HybridMesh` that takes positional arguments, and raises ValueError."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ def _check_rank(t: Any, partition_spec: Sequence[Any]) -> None:
 
 
 def _describe(mesh: Any, partition_spec: Any) -> None:
-    """Validates the spec as torch_xla does: creates its description, once per mesh and spec."""
+    """Validates the spec as torch_xla does, by creating its OpSharding once per mesh and spec."""
     if isinstance(mesh, Mesh) and isinstance(partition_spec, (tuple, list)):
         mesh.get_op_sharding(tuple(partition_spec))
 
@@ -260,7 +260,7 @@ def _describe(mesh: Any, partition_spec: Any) -> None:
 def _require_spmd() -> None:
     if not runtime.is_spmd():
         raise RuntimeError(
-            "Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it "
+            "Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, which "
             "is off. Call it before."
         )
 
@@ -309,7 +309,7 @@ def annotate_custom_sharding(
 def mark_sharding_with_gradients(
     t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
 ) -> torch.Tensor:
-    """`spmd_core.mark_sharding` with `inplace=False`: a new tensor, and its gradient likewise."""
+    """`spmd_core.mark_sharding` with `inplace=False`: marks a new tensor and its gradient."""
     _require_spmd()
     _check_rank(t, partition_spec)
     _describe(mesh, partition_spec)
@@ -370,7 +370,7 @@ def disable_manual_sharding(
     """
     if isinstance(t, XLAShardedTensor) and not region.is_local(t):
         raise RuntimeError(
-            "Input tensor is not manual sharded; only blocks make a whole. "
+            "Input tensor is not manual sharded; only blocks can be joined into a tensor. "
             "Call enable_manual_sharding first."
         )
     return shard_map.disable_manual_sharding(t, partition_spec, full_shape, mesh=_region_mesh(mesh))
@@ -443,9 +443,9 @@ EinsumLinear = einsum_linear.EinsumLinear
 
 
 def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
-    """Makes each an `EinsumLinear`: Linear layers contract their last dim.
+    """Replaces the module's Linear layers by `EinsumLinear`, which keeps leading dims apart.
 
-    torch's own Linear flattens the leading dims of its input instead.
+    torch's own Linear flattens the leading dims of its input.
     """
     require_kind("module", module, torch.nn.Module, write="a torch.nn.Module")
     return einsum_linear.apply_einsum_linear(module)
@@ -474,7 +474,7 @@ class XLAPatchedLinear:
 
 
 def apply_backward_optimization_barrier(m: torch.nn.Module) -> torch.nn.Module:
-    """Puts a barrier behind the gradients of `m` in each backward pass; returns `m`."""
+    """Inserts a barrier after the gradients of `m` in each backward pass; returns `m`."""
     require_kind("m", m, torch.nn.Module, write="a torch.nn.Module")
     return barrier.apply_backward_optimization_barrier(m)
 

@@ -1,24 +1,24 @@
-"""In how many pieces a TPU makes what is large on each device only for a moment.
+"""Chunks that bound the transient memory of large values on TPUs.
 
-On TPUs a step has to fit. Each piece waits for the one before the last: while one is sent, the next
-one is computed.
+Each chunk waits for the last but one before it, so that one is computed while another is sent.
 """
 
 from collections.abc import Sequence
 
 import jax
 
-# As large as keeps the transfer of a piece longer than its start, and small beside a model.
+# Large enough that sending a chunk takes longer than its latency, and small beside a model.
 LARGEST_BYTES = 64 << 20
 REGISTER = 128
 
 
 def count(size: int, num_bytes: int) -> int:
-    """The smallest number of equal pieces, of whole registers, that are small enough.
+    """The smallest number of equal chunks, each a multiple of a register, that are small enough.
 
     Args:
-        size: of the dim that is cut; one that is not whole registers is not.
-        num_bytes: of what is cut.
+        size: the size of the dim that is split into chunks; 1 chunk if it is no multiple of a
+            register.
+        num_bytes: the bytes of the value.
     """
     registers, rest = divmod(size, REGISTER)
     if rest or num_bytes <= LARGEST_BYTES:
@@ -28,7 +28,7 @@ def count(size: int, num_bytes: int) -> int:
 
 
 def wait(operands: Sequence[jax.Array], made: list[jax.Array]) -> list[jax.Array]:
-    """The operands of the next piece, behind the last but one of those that are made."""
+    """The operands of the next chunk, after a barrier for the last but one of those made so far."""
     if len(made) < 2:
         return [*operands]
     own, made[-2] = jax.lax.optimization_barrier(([*operands], made[-2]))
