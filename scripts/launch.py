@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--devices-per-process",
-        type=_up_to(4096),
+        type=_up_to(2048),
         metavar="N",
         help="emulated CPU devices of each process; without it, each has what the machine gives",
     )

@@ -261,8 +261,8 @@ def main() -> None:
             "--only is a text of a fault's file or description, such as "
             f"{FAULTS[0].file}; got {options.only!r}, which no fault has. Correct it."
         )
-    if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1; got {options.jobs}. Leave it out for 2.")
+    if not 1 <= options.jobs <= 64:
+        parser.error(f"--jobs must be from 1 to 64; got {options.jobs}. Leave it out for 2.")
     with tempfile.TemporaryDirectory() as folder:
         copies: Queue[Path] = Queue()
         for number in range(options.jobs):

@@ -91,6 +91,7 @@ class TrainConfig(RunConfig):
         1,
         "parts of a batch that are computed one after the other; gradients are reduced once",
         least=1,
+        most=MOST_ROWS,
     )
     seq: int = knob(0, "tokens in a sequence; 0: the preset's", most=MOST_TOKENS)
     min_lr: float = knob(

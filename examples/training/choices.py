@@ -9,7 +9,7 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "attention": ("attention",),
 }
 # Highest values: beyond, a run would hang or take all memory before it says what is wrong.
-MOST_DEVICES = 4096  # that `spmd.simulate` emulates
+MOST_DEVICES = 2048  # that `spmd.simulate` emulates
 MOST_WORKERS = 256  # threads or processes that read
 MOST_TOKENS = 2**24  # of a sequence or a vocabulary
 MOST_ROWS = 2**20  # of a batch, or classes

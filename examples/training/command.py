@@ -58,9 +58,15 @@ def start_devices(num_emulated: int | None) -> None:
         num_emulated: CPU devices to emulate, in all processes together; None or 0 for real ones.
 
     Raises:
-        KnobError: the processes cannot emulate equally many.
+        KnobError: the processes cannot emulate equally many, or their number is none.
     """
-    found = next((os.environ[name] for name in _NUM_PROCESSES if name in os.environ), "1")
+    name = next((name for name in _NUM_PROCESSES if name in os.environ), "")
+    found = os.environ.get(name, "1")
+    if not found.isdecimal() or int(found) < 1:
+        raise KnobError(
+            f"{name} is the number of processes, which a launcher sets, at least 1; got {found!r}. "
+            "Correct it, or unset it."
+        )
     num_processes = int(found)
     if num_emulated:
         if num_emulated % num_processes:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import spmd_core as spmd
-from examples.training.command import mesh_of
+from examples.training.command import mesh_of, start_devices
 from examples.training.knobs import KnobError
 
 
@@ -43,3 +43,11 @@ def test_devices_that_are_not_emulated_are_a_matter_of_the_machine(
         spmd.errors.MeshError, match="start the program with another number of devices"
     ):
         mesh_of("x=16", 8, num_emulated=0)
+
+
+@pytest.mark.parametrize("number", ["many", "0", "-2", "2.5", ""])
+def test_a_number_of_processes_that_is_none(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", number)
+    message = rf"WORLD_SIZE is the number of processes.*; got '{number}'\. Correct it, or unset it"
+    with pytest.raises(KnobError, match=message):
+        start_devices(None)

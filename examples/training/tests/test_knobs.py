@@ -94,8 +94,16 @@ def test_a_number_out_of_its_range(options: dict[str, float], message: str) -> N
 def test_numbers_that_would_hang_are_too_large() -> None:
     assert MOST_DEVICES == MAX_EMULATED_DEVICES
     checks: list[tuple[Any, Callable[[Any], object], str]] = [
-        (gpt2.TrainConfig(), gpt2.with_defaults, "devices batch seq vocab pad_vocab workers"),
-        (llama.TrainConfig(), llama.check_options, "devices batch seq vocab lora new_tokens"),
+        (
+            gpt2.TrainConfig(),
+            gpt2.with_defaults,
+            "devices batch accumulate seq vocab pad_vocab workers",
+        ),
+        (
+            llama.TrainConfig(),
+            llama.check_options,
+            "devices batch accumulate seq vocab lora new_tokens",
+        ),
         (resnet.TrainConfig(), resnet.with_defaults, "devices batch image_size classes workers"),
         (
             serving.ServeConfig(model="/"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from spmd_core.arguments import require_kind
 
-MAX_EMULATED_DEVICES = 4096  # on the host's CPU
+# Of a process on its host's CPU: XLA takes the numbers from 2048 on for another process's.
+MAX_EMULATED_DEVICES = 2048
 
 _GIB = 2**30
 _GB_PER_S = 1e9

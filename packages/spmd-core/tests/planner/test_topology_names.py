@@ -76,7 +76,7 @@ def test_unknown_names_list_near_ones(name, near):
 @pytest.mark.parametrize(("name", "slices"), [("cpu-0", 1), ("cpu-99999", 1), ("cpu-4", 2)])
 def test_emulated_devices_have_one_slice(name, slices):
     with pytest.raises(
-        spmd.errors.PlanError, match="emulated devices are one slice of 1 to 4096; got"
+        spmd.errors.PlanError, match="emulated devices are one slice of 1 to 2048; got"
     ):
         parse(name, num_slices=slices)
 

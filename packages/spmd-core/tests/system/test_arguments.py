@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import spmd_core as spmd
 import spmd_data
@@ -435,9 +436,31 @@ def test_objects_that_hold_tensors_lines_and_records(tmp_path, monkeypatch):
             lambda v=value: sharded.load_local_shards_([v]),
             lambda v=value: metrics.record_program(v),
             lambda v=value: metrics.device_kind(v),
+            lambda v=value: metrics.device_peak(v, dtype=torch.float32),
+            lambda v=value: metrics.measured_peak(torch.device("cpu"), None, v),
+            lambda v=value: metrics.mfu(v, items_per_s=1, num_devices=1, peak_flops=1),
+            lambda v=value: spmd.dtensor.placements_of(v),
+            lambda v=value: spmd.pipeline_loss(lambda model, v=v: v, _pipeline()),
         ):
             with pytest.raises(TypeError, match=r" is of type .*; got .*, of type .*\. Write "):
                 call()
+    for call in (
+        lambda: metrics.mfu({"6N": "x"}, items_per_s=1, num_devices=1, peak_flops=1),
+        lambda: metrics.measured_peak(torch.device("xla"), 5, torch.float32),
+        lambda: fully_shard(nn.Linear(2, 2).to("xla"), ignored_params=5),
+        lambda: fully_shard(nn.Linear(2, 2).to("xla"), offload_policy=5),
+        lambda: _pipeline(batch_axes=5),
+        lambda: torch.xla.set_device("zz"),
+        lambda: torch.xla.get_rng_state(10**30),
+        lambda: torch.xla.manual_seed(10**30),
+        lambda: spmd.dtensor.parallelize_module(
+            nn.Linear(2, 2).to("xla"), get_1d_mesh("x"), {5: spmd.dtensor.ColwiseParallel()}
+        ),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError, RuntimeError), match=r"; got .*\. (Write|Leave|Give) "
+        ):
+            call()
     for value in (5, None):
         for call in (
             lambda v=value: metrics.count_fallback(v, "line"),

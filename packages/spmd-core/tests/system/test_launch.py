@@ -81,7 +81,7 @@ time.sleep(60)
     [
         (["--processes", "0", "--", "true"], "a whole number from 1 to 256; got '0'"),
         (["--processes", "1000", "--", "true"], "a whole number from 1 to 256; got '1000'"),
-        (["--devices-per-process", "9999", "--", "true"], "from 1 to 4096; got '9999'"),
+        (["--devices-per-process", "9999", "--", "true"], "from 1 to 2048; got '9999'"),
         (["--processes", "2"], "nothing to run; write the command after --"),
         (["--", "no-such-command"], "no-such-command cannot be run"),
     ],

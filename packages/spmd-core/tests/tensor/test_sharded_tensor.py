@@ -283,3 +283,11 @@ def test_a_parameter_in_an_older_file_is_trainable_or_not(requires_grad):
     parameter = _rebuild_parameter(weight, requires_grad)
     assert isinstance(parameter, torch.nn.Parameter) and parameter.device.type == "xla"
     assert parameter.requires_grad is requires_grad and torch.equal(parameter.cpu(), weight)
+
+
+def test_a_format_is_for_one_number_as_in_torch():
+    one, many = torch.tensor(2.5).to("xla"), torch.ones(2, device="xla")
+    assert f"{one:.2f}" == "2.50" and f"{many}" == str(many)
+    for tensor in (many, many.cpu()):
+        with pytest.raises(TypeError, match="unsupported format string"):
+            f"{tensor:.2f}"

@@ -65,7 +65,7 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(mesh_1d):
 
 
 def test_simulate_comes_first():
-    with pytest.raises(ValueError, match=r"from 1 to 4096; got 0\..*simulate\(8\)"):
+    with pytest.raises(ValueError, match=r"from 1 to 2048; got 0\..*simulate\(8\)"):
         spmd.simulate(0)
     spmd.simulate(spmd.global_runtime_device_count())  # the same count again is harmless
     with pytest.raises(spmd.errors.SpmdError, match="top of the program"):

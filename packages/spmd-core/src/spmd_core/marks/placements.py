@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import PartitionSpecError, UnsupportedOpError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
 from spmd_core.sharding.mesh import Mesh
@@ -99,6 +99,7 @@ def placements_of(sharding: Sharding) -> tuple["Placement", ...]:
 
     `_StridedShard` if a later axis of the mesh splits the dim first.
     """
+    require_kind("sharding", sharding, Sharding, write="tensor.sharding of a marked tensor")
     types = placement_types()
     placements = [types.Replicate()] * len(sharding.mesh.mesh_shape)
     for dim, axes in enumerate(sharding.dims):

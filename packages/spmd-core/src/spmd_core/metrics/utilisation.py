@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd_core.arguments import checked, require_kind
+from spmd_core.arguments import checked, require_kind, require_number
 from spmd_core.chips import chip_of
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.runtime import agreement
@@ -83,12 +83,16 @@ def mfu(
         peak_flops: FLOP/s of one device.
 
     Raises:
+        TypeError: `flops_per_item` is no dict of numbers.
         ValueError: no devices, or a peak that is not positive.
 
     Example:
         >>> mfu({"6N": 6e9}, items_per_s=1e4, num_devices=4, peak_flops=100e12)
         {'6N': 0.15}
     """
+    require_kind("flops_per_item", flops_per_item, Mapping, write="what flops_per_token() gives")
+    for name, flops in flops_per_item.items():
+        require_number(f"flops_per_item[{name!r}]", flops)
     if num_devices < 1 or peak_flops <= 0:
         raise ValueError(
             "a utilisation is a share of the devices' peak; got "
@@ -140,6 +144,10 @@ def measured_peak(device: torch.device, mesh: Mesh | None, dtype: torch.dtype) -
     machine, so the peak of each is its share of the cores. Other work on the machine makes the peak
     too low and the MFU too high. Waits for the device.
     """
+    require_kind("device", device, torch.device, write="torch.device('xla')")
+    require_kind("dtype", dtype, torch.dtype, write="for instance dtype=torch.float32")
+    if mesh is not None:
+        require_kind("mesh", mesh, Mesh, write="Mesh(device_ids, mesh_shape, axis_names), or None")
     if is_abstract():
         return Peak(math.nan, "not measured: nothing runs in a plan")
     num_devices = 1 if mesh is None else mesh.size()

@@ -333,8 +333,8 @@ def _region(mesh: Mesh, axis: str, batch_axes: Sequence[str]) -> Region:
             f"the mesh needs an axis {axis!r}, along which the stages lie; got {mesh!r}. "
             f"Name one of its axes {axis!r}, or pass axis=."
         )
-    unknown = [name for name in batch_axes if name not in names or name == axis]
-    if isinstance(batch_axes, str) or unknown:
+    is_list = isinstance(batch_axes, (list, tuple))
+    if not is_list or any(name not in names or name == axis for name in batch_axes):
         others = tuple(name for name in names if name != axis)
         raise MeshError(
             "batch_axes are other axes of the mesh, which split the batch; "

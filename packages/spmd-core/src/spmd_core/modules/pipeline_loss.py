@@ -83,7 +83,9 @@ def pipeline_loss(
         )
     (stages,) = found
     if stages.schedule != "1f1b" or not torch.is_grad_enabled():
-        return loss_function(model, *batch)
+        loss = loss_function(model, *batch)
+        require_kind("the loss", loss, torch.Tensor, write="a function that returns a 0-dim tensor")
+        return loss
     schedule = _Schedule(stages, loss_function, model, batch)
     result: torch.Tensor = _LossAndGradients.apply(schedule, *schedule.trained)
     return result

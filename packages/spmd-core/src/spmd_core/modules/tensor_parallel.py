@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import MeshError
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
 from spmd_core.modules.parallel_styles import Axis, apply_style, check_style, style_classes
@@ -164,6 +164,7 @@ def _matching(module: nn.Module, path: str) -> list[nn.Module]:
     Raises:
         ValueError: there is none.
     """
+    require_kind("a module's name in the plan", path, str, write="such as 'layers.*.mlp'")
     found = {"": module}
     for part in path.split(".") if path else ():
         below = {

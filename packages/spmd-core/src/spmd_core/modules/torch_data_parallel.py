@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, UnsupportedOpError, WrapError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
 from spmd_core.marks.marking import mark_sharding
@@ -55,6 +56,9 @@ def _is_for_xla(modules: Any, mesh: Any = None) -> bool:
 # --- fully_shard ----------------------------------------------------------------------------------
 
 
+_IGNORED = "the parameters in a set, such as {model.head.weight}"
+
+
 def _fully_shard(
     module: Any,
     *,
@@ -81,6 +85,11 @@ def _fully_shard(
             "Leave it out: parameters stay on the devices, in shards; spmd.save_on_host() "
             "keeps activations on the host.",
         )
+    kinds = {kind.__name__ for kind in type(offload_policy).__mro__}  # torch's import is slow
+    if offload_policy is not None and "OffloadPolicy" not in kinds:
+        _refuse_argument(f"offload_policy={offload_policy!r}", "Leave it out.")
+    if ignored_params is not None:
+        require_kind("ignored_params", ignored_params, set, frozenset, list, tuple, write=_IGNORED)
     if not isinstance(reshard_after_forward, (bool, type(None))):
         _refuse_argument(
             f"reshard_after_forward={reshard_after_forward!r}",

@@ -56,7 +56,7 @@ def simulate(num_devices: int) -> None:
     """Emulates `num_devices` devices on this host's CPU. Call it before the first use of a device.
 
     Raises:
-        ValueError: `num_devices` is no int from 1 to 4096.
+        ValueError: `num_devices` is no int from 1 to 2048.
         SpmdError: the devices are already in use with another count.
     """
     is_int = isinstance(num_devices, int) and not isinstance(num_devices, bool)

@@ -221,9 +221,9 @@ class XLAShardedTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
-        return (
-            format(self.item(), format_spec) if self.dim() == 0 else format(str(self), format_spec)
-        )
+        if self.dim() == 0:
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)
 
     def tolist(self) -> Any:
         """The values as nested Python lists. Waits for the device."""

@@ -20,7 +20,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import interrupts, processes
-from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
+from spmd_core.tensor.logical_device import XLA_DEVICE, as_device, require_logical
 from spmd_core.tensor.selected_tensor import SelectedTensor
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import (
@@ -29,6 +29,7 @@ from spmd_core.torch_backend import (
     forward_mode,
     generators,
     locations,
+    random_state,
     refusals,
     subclasses,
     torchvision_ops,
@@ -45,15 +46,13 @@ def _device_module() -> types.ModuleType:
         return 0
 
     def set_device(device: Any) -> None:
-        if isinstance(device, int):
-            require_logical(torch.device("xla", device))
-            return
-        device = torch.device(device or "xla")
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = f"xla:{device}"
+        device = as_device("device", "xla" if device is None else device)
         if device.type != "xla":
             raise DeviceMismatchError(
                 f"torch.xla has one logical device, 'xla'; got {str(device)!r}. Write 'xla'."
             )
-        require_logical(device)
 
     def device(index: Any = 0) -> AbstractContextManager[None]:
         set_device(index)
@@ -80,8 +79,8 @@ def _device_module() -> types.ModuleType:
         "device": device,
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
+        "manual_seed": random_state.manual_seed,
+        "manual_seed_all": random_state.manual_seed,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "synchronize": synchronize,
