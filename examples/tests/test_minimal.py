@@ -36,8 +36,7 @@ def test_the_losses_are_those_of_eager_torch(
     found = ran("--fsdp", str(axes[0]), "--tensor", str(axes[1]))
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0] - 0.3
-    # The first step, which makes the optimizer's state, and the others.
-    assert spmd.metrics.counter("compiles") - before <= 2
+    assert spmd.metrics.counter("compiles") - before <= 1
     out = capsys.readouterr().out
     assert "step     4  loss" in out and " at peak on a device" in out
     assert ("all-gather over fsdp" in out) == (num_devices > 1)

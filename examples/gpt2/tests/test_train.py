@@ -209,8 +209,8 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     report = on_devices(run, smoke(cache_dir, **knobs))
     check_equal(report, expected)
     assert report.num_devices == taken
-    # The first step, which makes the optimizer's state; the other steps; the evaluation.
-    assert report.compiles == 3
+    # The steps, and the evaluation; the first step of a pipeline also stacks the stages.
+    assert report.compiles == (3 if strategy == "pipeline" else 2)
     assert report.peak_bytes > report.argument_bytes > 0
     kinds = {c["kind"] for c in report.collectives}
     expected_kinds = {

@@ -53,8 +53,8 @@ def test_one_device_has_the_losses_of_eager_torch(
     parallel = {"sequence_parallel": bool(mesh), "loss_parallel": bool(mesh)}
     report = run(smoke(cache_dir, mesh=mesh, **parallel))
     check_equal(report, expected)
-    # The first step, which makes the optimizer's state; the other steps; the evaluation.
-    assert report.compiles == 3
+    # The steps, and the evaluation.
+    assert report.compiles == 2
     assert report.losses[-1] < report.losses[0]
 
 

@@ -82,7 +82,7 @@ def cross_entropy(output, ids):
 def train(model, x, loss_of, steps=3):
     """The losses and the first gradients of a few steps of AdamW.
 
-    Asserts that nothing is compiled after the second step.
+    Asserts that nothing is compiled after the first step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, gradients, compiles = [], [], []
@@ -101,7 +101,7 @@ def train(model, x, loss_of, steps=3):
         losses.append(loss.detach())
         spmd.sync()
         compiles.append(metrics.counter("compiles"))
-    assert compiles[2:] == compiles[1:2] * (steps - 2), compiles
+    assert compiles == compiles[:1] * steps, compiles
     return losses, gradients[0]
 
 

@@ -67,9 +67,9 @@ def test_a_training_loop_becomes_one_program_a_step(mesh_1d):
         losses, model = train("xla", 30, mesh=mesh_1d)
     assert len(said) == 1
     assert watches()
-    # The first piece makes the optimizer's state, the second one is the program of all others so
-    # far; the first whole step afterwards has other results, and the next one other donations.
-    assert counter("compiles") - before["compiles"] <= 5
+    # All pieces share one program; the first whole step afterwards has other donations, and the
+    # next one other results.
+    assert counter("compiles") - before["compiles"] <= 3
     assert counter("automatic_cuts") >= 25
     same_model(model, theirs)
     torch.testing.assert_close(torch.stack(losses).cpu(), torch.stack(expected))

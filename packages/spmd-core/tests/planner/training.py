@@ -33,13 +33,19 @@ def train(num_devices: int, *, steps: int = 6, after_step=lambda loss: None) -> 
 NUM_PARAMS = 2 * WIDTH * HIDDEN + WIDTH + HIDDEN
 
 
-def train_one_weight(num_devices: int, *, steps: int = 6) -> None:
-    """As few operations as a plan's step has: for what does not depend on the model."""
+def train_one_weight(num_devices: int, *, steps: int = 6, **options: float) -> None:
+    """As few operations as a plan's step has: for what does not depend on the model.
+
+    Args:
+        num_devices: that split the weight.
+        steps: how many.
+        options: of SGD. With dampening, its first step is another program than the others.
+    """
     spmd.use_spmd()
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     weight = nn.Parameter(torch.ones(num_devices, 4).to("xla"))
     spmd.mark_sharding(weight, mesh, ("fsdp",))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer = torch.optim.SGD([weight], lr=0.1, **options)
     for _ in range(steps):
         weight.square().mean().backward()
         optimizer.step()

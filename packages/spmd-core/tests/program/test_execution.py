@@ -610,7 +610,10 @@ def test_initialisation_takes_the_memory_of_the_shards(dtype, mesh_1d, mesh_2d, 
         spmd.sync()
         record = compile_cache.newest().record
         shards = sum(p.local_shards[0].data.nbytes for p in made.parameters())
-        assert record.argument_bytes < 1000 and shards <= record.peak_bytes < 1.1 * shards
+        constants = sum(p.local_shards[0].data.nbytes for p in made[-1].parameters())
+        assert record.argument_bytes < 1000
+        # The constants are made apart.
+        assert shards - constants <= record.peak_bytes < 1.1 * shards
         assert shards < 1.05 * sum(p.nbytes for p in made.parameters()) / num_devices
         std = made[1].weight.std().item()
         assert std == pytest.approx(1 / math.sqrt(3 * 256), rel=0.02)

@@ -1,6 +1,6 @@
 """Language models of transformers train as in eager torch.
 
-No operation runs on the host, and nothing is compiled after the second step. Models that differ
+No operation runs on the host, and nothing is compiled after the first step. Models that differ
 little from another one in this file run only with
 
     SPMD_ALL_MODELS=1 pytest packages/spmd-core/tests/system/test_models_language.py

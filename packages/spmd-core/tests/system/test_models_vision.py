@@ -1,6 +1,6 @@
 """Vision models of transformers and torchvision train as in eager torch.
 
-No operation runs on the host, and nothing is compiled after the second step. The torchvision models
+No operation runs on the host, and nothing is compiled after the first step. The torchvision models
 are built from its classes at a small depth and width, because each compiles for tens of seconds at
 full size. The full-size models, for one step each, run only with
 

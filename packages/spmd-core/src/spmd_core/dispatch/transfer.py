@@ -13,6 +13,7 @@ from spmd_core.graph.storage import Handle, Storage, View
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import registry
+from spmd_core.ops.kernels.traits import ZEROS
 from spmd_core.program import execution, leaves
 from spmd_core.recording import inference
 from spmd_core.recording.calls import (
@@ -221,6 +222,7 @@ def new_storage(
             "aten::empty",
             lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))],
             (spec,),
+            traits=ZEROS,
         )
 
     made: XLAShardedTensor = record_own(known(("empty", shape, dtype, strides), make), ())

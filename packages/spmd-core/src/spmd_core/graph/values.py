@@ -149,6 +149,8 @@ class Entry:
             accepts all.
         indices: what the operation accepts in those of its inputs that are indices.
         traits: what passes need to know of the operation.
+        replaces: of an operation that was recorded in place, for each result the position among the
+            inputs of the value that it replaces; empty for any other.
         dims: which dims of its inputs are which dims of its results; set by `program.dim_rules`.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
         subgraphs: what the operation runs, if it is a loop or a branch (`graph.subgraphs`).
@@ -170,6 +172,7 @@ class Entry:
         "number_kinds",
         "outs",
         "random",
+        "replaces",
         "sharding",
         "spec",
         "structure",
@@ -195,6 +198,7 @@ class Entry:
         arguments: Mapping[str, Any] | None = None,
         indices: tuple[Indices, ...] = (),
         traits: Traits = COMPUTED,
+        replaces: tuple[int, ...] = (),
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = (
             name,
@@ -208,7 +212,7 @@ class Entry:
         self.spec = outs[0]
         self.border = border
         self.arguments = arguments
-        self.indices, self.traits = indices, traits
+        self.indices, self.traits, self.replaces = indices, traits, replaces
         self.view_write: Entry | None = None
         self.key: Any = None
         self.dims: Any = None

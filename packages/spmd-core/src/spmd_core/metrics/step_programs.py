@@ -16,8 +16,8 @@ from spmd_core.runtime.devices import allocator_stats
 def step_program(*, since: int = 0) -> ProgramRecord | None:
     """The program of a training step: of the large programs, the one that ran most often.
 
-    The program of the first step also makes the optimizer's state and runs once; the program of an
-    evaluation is small, though it may run often. None if nothing was compiled.
+    Where the first step is a program of its own, it runs once; the program of an evaluation is
+    small, though it may run often. None if nothing was compiled.
 
     Args:
         since: only programs compiled after `counter("compiles")` had that value.

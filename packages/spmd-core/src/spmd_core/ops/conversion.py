@@ -10,7 +10,7 @@ from jax import lax
 from spmd_core import dtypes
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import is_inexact, opmath
-from spmd_core.ops.kernels.traits import SAME, Elements, Traits
+from spmd_core.ops.kernels.traits import SAME, ZEROS, Elements, Traits
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -54,7 +54,7 @@ def _copy(ctx: Context, x: Any, source: Any, non_blocking: bool = False) -> jax.
     return jnp.broadcast_to(_convert(as_array(source, source.dtype), ctx.dtype), ctx.shape)
 
 
-@lowering("aten.fill.Scalar", "aten.fill.Tensor")
+@lowering("aten.fill.Scalar", "aten.fill.Tensor", traits=Traits(fill="value"))
 def _fill(ctx: Context, x: Any, value: Any) -> jax.Array:
     return jnp.broadcast_to(
         _convert(value.value if isinstance(value, Number) else jnp.asarray(value), ctx.dtype),
@@ -62,6 +62,6 @@ def _fill(ctx: Context, x: Any, value: Any) -> jax.Array:
     )
 
 
-@lowering("aten.zero.default")
+@lowering("aten.zero.default", traits=ZEROS)
 def _zero(ctx: Context, x: Any) -> jax.Array:
     return jnp.zeros(ctx.shape, ctx.dtype)

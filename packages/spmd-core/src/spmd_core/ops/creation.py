@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels import index_rules
-from spmd_core.ops.kernels.traits import Traits
+from spmd_core.ops.kernels.traits import ONES, ZEROS, Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -29,27 +29,28 @@ from spmd_core.ops.registry import Context, as_array, lowering
         "aten.empty_permuted.default",
     ),
     *("aten.empty_strided.default", "aten.new_empty_strided.default"),
+    traits=ZEROS,
 )
 def _zeros(ctx: Context, *_: Any, **__: Any) -> jax.Array:
     return jnp.zeros(ctx.shape, ctx.dtype)
 
 
-@lowering("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default")
+@lowering("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default", traits=ONES)
 def _ones(ctx: Context, *_: Any, **__: Any) -> jax.Array:
     return jnp.ones(ctx.shape, ctx.dtype)
 
 
-@lowering("aten.full.default", "aten.full_like.default")
+@lowering("aten.full.default", "aten.full_like.default", traits=Traits(fill="fill_value"))
 def _full(ctx: Context, size_or_like: Any, fill_value: Any, **_: Any) -> jax.Array:
     return jnp.broadcast_to(as_array(fill_value, ctx.dtype), ctx.shape)
 
 
-@lowering("aten.new_full.default")
+@lowering("aten.new_full.default", traits=Traits(fill="fill_value"))
 def _new_full(ctx: Context, x: jax.Array, size: list[int], fill_value: Any, **_: Any) -> jax.Array:
     return jnp.broadcast_to(as_array(fill_value, ctx.dtype), ctx.shape)
 
 
-@lowering("aten.scalar_tensor.default")
+@lowering("aten.scalar_tensor.default", traits=Traits(fill="s"))
 def _scalar_tensor(ctx: Context, s: Any, **_: Any) -> jax.Array:
     return as_array(s, ctx.dtype)
 

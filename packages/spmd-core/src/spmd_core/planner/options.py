@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
         "--all",
         action="store_true",
         help="also compiles the programs of training steps that later steps do not repeat, such as "
-        "the first step, which creates the optimizer state",
+        "a first step that differs",
     )
     options.add_argument(
         "--code",

@@ -143,8 +143,8 @@ def plan(
         num_slices: the number of TPU slices, joined by the data center's network.
         quiet_steps: the number of steps that update state and compile nothing new after which the
             plan is complete.
-        compile_all: whether to also compile the programs of earlier training steps, such as the
-            first, which creates the optimizer state.
+        compile_all: whether to also compile the programs of earlier training steps, such as a first
+            one that no later one repeats.
         machine_code: whether to generate machine code for TPUs and count its bytes. That takes
             several times as long, and several times as much of the host's memory. XLA's compiler
             for CPUs does not tell the size of its code.

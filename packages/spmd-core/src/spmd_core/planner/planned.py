@@ -63,8 +63,8 @@ class TopologyPlan:
     Attributes:
         topology: the devices.
         programs: the programs that were compiled, in the order of their first runs.
-        left_out: those that were not compiled: programs of steps that later steps do not repeat,
-            such as the first, which creates the optimizer state.
+        left_out: those that were not compiled: programs of training steps that later ones do not
+            repeat.
         num_steps: the number of steps that were recorded.
         refusals: the compiler's message for each program that does not fit the devices' memory.
         ended_by: why the plan ended early; empty if it did not.

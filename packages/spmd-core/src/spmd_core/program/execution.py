@@ -14,7 +14,6 @@ from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.errors import ProcessError, ProgramError
 from spmd_core.graph import recorders
-from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, take_failed, take_pending
@@ -24,6 +23,7 @@ from spmd_core.program import (
     fingerprint,
     growing_sizes,
     index_checks,
+    initial_state,
     planned_program,
     verification,
 )
@@ -244,7 +244,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     planned = plan(live, label=_program_label(), donates=donates)
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
-    for leaf in leaves:
+    read = [*leaves, *planned.state.sources]
+    for leaf in read:
         refuse_stand_in(leaf)
         if _is_deleted(leaf):
             raise ProgramError(
@@ -279,11 +280,13 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         raise
     if this_thread.cut_guard is not None:
         this_thread.cut_guard.after_program(planned.key)
+    if planned.state.inputs:
+        initial_state.make(planned.state, leaves, targets, program.graph, program.record)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    index_checks.note_reads(leaves)
+    index_checks.note_reads(read)
     # Not any later: the data that was donated to the program would be lost.
     interrupts.raise_deferred()
     lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
@@ -297,8 +300,12 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     if donated:
         counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
-        _commit(storage, array, placement)
-        if checked is not None:
+        storage.value.settle(array, placement, None)
+        _commit(storage, storage.value)
+    for storage, leaf in planned.state.held.items():
+        _commit(storage, leaf)
+    if checked is not None:
+        for storage in (*live, *planned.state.held):
             storage.value.checked = checked
 
 
@@ -318,11 +325,10 @@ def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
     return growing_sizes.find_program(planned.key, planned.graph)
 
 
-def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
-    """Stores a result as the storage's value, resharded if its mark has other devices."""
+def _commit(storage: Storage, value: Value) -> None:
+    """Makes a leaf the storage's computed value, resharded if the mark has other devices."""
     sharding = storage.sharding
-    value = storage.value
-    value.settle(array, placement, None)
+    placement = value.placement
     if (
         sharding is not None
         and placement.manual is None

@@ -2,6 +2,7 @@
 
 import operator
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, initial_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
@@ -37,6 +39,7 @@ class CutPlan:
         leaves: the program's inputs.
         targets: the placement that each leaf must have on the program's devices.
         numbers: the Python numbers that are inputs of the program, in the order of the nodes.
+        state: what begins in this cut. Its leaves have no arrays yet.
         label: the prefix of the program's name.
     """
 
@@ -47,6 +50,7 @@ class CutPlan:
     leaves: list[Value]
     targets: tuple[Placement, ...]
     numbers: list[Any]
+    state: initial_state.State
     label: str
 
     def graph(self) -> RecordedGraph:
@@ -91,6 +95,9 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
         donates: whether leaves may be donated to this program: no other pending operation reads
             them.
     """
+    # Not in the order of their first writes: state that begins in this cut was written earlier than
+    # it is in later ones.
+    live = sorted(live, key=_position)
     nodes, leaves = collect(live)
     elsewhere = pending_elsewhere()
     if elsewhere:
@@ -98,7 +105,12 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
         elsewhere = [s for s in elsewhere if s not in given]
         live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
         elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
+    state = initial_state.find(live, nodes)
+    if state.inputs:
+        live = [s for s in live if s not in state.held]
+        nodes, leaves = collect(live, state.inputs)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
+    number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
     structure: list[Any] = []
     node_inputs: list[list[int]] = []
     numbers: list[Any] = []
@@ -124,10 +136,11 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
     device_ids = _program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
-    out_placements = [_output_placement(s, device_ids) for s in live]
+    before = [s.committed or state.first.get(s) for s in live]
+    out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
     # verify() runs a program twice on the same inputs, so nothing is donated.
     donated = (
-        _donated(live, leaves, targets, out_placements, elsewhere)
+        _donated(live, leaves, targets, out_placements, elsewhere, set(state.held.values()))
         if donates and not config.verify_programs
         else {}
     )
@@ -147,20 +160,33 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )
-    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, label)
+    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, label)
 
 
-def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
+def _position(storage: Storage) -> tuple[int, int]:
+    """Where a pending value is in the order of recording."""
+    node, index = result_of(storage.value)
+    return node.serial, index
+
+
+def collect(
+    live: list[Storage], inputs: Mapping[Value, Value] | None = None
+) -> tuple[list[Value], list[Value]]:
     """The pending operations that the storages need, and the leaves that these read.
 
     Nodes are in the order of recording, leaves in the order of first use.
+
+    Args:
+        live: the storages.
+        inputs: pending values that are not computed, each with the leaf that is read for it.
     """
+    inputs = inputs or {}
     nodes: list[Value] = []
     seen: set[Value] = set()
     stack = [s.value for s in live]
     while stack:
         value = stack.pop()
-        if value in seen or value.data is not None:
+        if value in seen or value.data is not None or value in inputs:
             continue
         seen.add(value)
         if value.parent is not None:
@@ -169,8 +195,8 @@ def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
             nodes.append(value)
             stack.extend(value.inputs)
     nodes.sort(key=_by_serial)
-    leaves = list(dict.fromkeys(x for node in nodes for x in node.inputs if x.data is not None))
-    return nodes, leaves
+    read = (inputs.get(x, x) for node in nodes for x in node.inputs)
+    return nodes, list(dict.fromkeys(x for x in read if x.data is not None))
 
 
 def _origins(nodes: list[Value]) -> tuple[source_lines.Origin | None, ...]:
@@ -209,11 +235,18 @@ def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
     return complete[0] if complete else tuple(sorted(union))
 
 
-def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placement | None:
-    """The placement of the storage's new value; None if the partitioner chooses."""
+def _output_placement(
+    storage: Storage, before: Value | None, device_ids: tuple[int, ...]
+) -> Placement | None:
+    """The placement of the storage's new value; None if the partitioner chooses.
+
+    Args:
+        storage: the storage.
+        before: the value that is updated; None if there is none.
+        device_ids: the program's devices.
+    """
     if storage.sharding is not None:
         return target_placement(marked_placement(storage.sharding), device_ids)
-    before = storage.committed
     if before is not None:
         # An unmarked tensor that is updated in place keeps its placement, so that the next step has
         # the same program, and can donate the buffer.
@@ -231,6 +264,7 @@ def _donated(
     targets: tuple[Placement, ...],
     out_placements: list[Placement | None],
     elsewhere: list[Storage],
+    kept: set[Value],
 ) -> dict[int, int]:
     """The leaves to donate: those whose last reader is this program, with the result for each.
 
@@ -243,6 +277,7 @@ def _donated(
         targets: the placement of each leaf.
         out_placements: the placement of each result; None if the partitioner chooses.
         elsewhere: the storages that other threads' cuts compute, which may read the same leaves.
+        kept: leaves that stay.
 
     Returns:
         The position of the result, by the position of the leaf.
@@ -255,7 +290,8 @@ def _donated(
     number = {s: i for i, s in enumerate(live)}
     # A tensor whose program failed is computed again when it is read.
     readers = [*failed(), *elsewhere]
-    kept = set(collect(readers)[1]) if readers else ()
+    if readers:
+        kept = kept | set(collect(readers)[1])
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):

@@ -285,6 +285,7 @@ def new_entry(
     kwargs: dict[str, Any],
     kinds: tuple[type, ...],
     into: Spec | None = None,
+    replaces: tuple[int, ...] = (),
 ) -> Entry:
     """A new entry: the lowering with every static argument bound.
 
@@ -295,6 +296,7 @@ def new_entry(
         kwargs: of the call.
         kinds: the types of the call's numbers.
         into: for an in-place operation, the spec that the result is converted and broadcast to.
+        replaces: as of `Entry`.
     """
     outs, structure, as_list = inference.flatten(result)
     arguments = _named_arguments(lowering, args, kwargs)
@@ -309,6 +311,7 @@ def new_entry(
         arguments=arguments,
         indices=() if lowering.indices is None else _indices(lowering, arguments),
         traits=lowering.traits,
+        replaces=replaces,
     )
 
 

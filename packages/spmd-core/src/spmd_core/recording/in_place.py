@@ -65,9 +65,8 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
         )  # raises what torch raises for a result that does not fit
         result = inference.infer(lowering.overload, args, kwargs, spec_of)
         into = spec_of(args[0])
-        return new_entry(
-            lowering, result, args, kwargs, kinds, into=Spec.contiguous(into.shape, into.dtype)
-        )
+        written = Spec.contiguous(into.shape, into.dtype)
+        return new_entry(lowering, result, args, kwargs, kinds, into=written, replaces=(0,))
 
     call = CallSchema(func, lowering.static, make)
     random = lowering.random
@@ -124,6 +123,18 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
     return record
 
 
+def _positions(
+    facts: schema.Schema, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int, ...]:
+    """The positions of the written tensors among a call's inputs, in the order of the results."""
+    positions, count = {}, 0
+    for name, given in facts.by_name(args, kwargs).items():
+        tensors = [a for a in leaves_of([given]) if isinstance(a, torch.Tensor)]
+        of_name = range(count, count + len(tensors))
+        positions[name], count = of_name, of_name.stop
+    return tuple(position for name in facts.written for position in positions[name])
+
+
 def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
     """Records an operation that writes several arguments, such as `_fused_adamw_(params, ...)`.
 
@@ -158,6 +169,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
             args,
             kwargs,
             kinds,
+            replaces=_positions(facts, args, kwargs),
         )
 
     call = CallSchema(func, lowering.static, make, lowering.numbers)

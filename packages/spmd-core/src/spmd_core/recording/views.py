@@ -189,7 +189,9 @@ def _moving_link(
         spec, name = Spec.from_tensor(result), f"{call[0].name()}.moving"
         arguments = {"dim": dim, "start": int, "length": length}
         entry = Entry(name, kernel, (spec,), number_kinds=(int,), arguments=arguments, traits=BLOCK)
-        entry.view_write = Entry(f"write.{name}", write_back, (base,), number_kinds=(int,))
+        entry.view_write = Entry(
+            f"write.{name}", write_back, (base,), number_kinds=(int,), replaces=(0,)
+        )
         entry.view_write.key = ("write", *family)
         return entry
 
@@ -381,7 +383,7 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
 
     arguments = {"size": spec.shape, "stride": spec.strides, "storage_offset": offset}
     entry = Entry("aten::as_strided", kernel, (spec,), arguments=arguments, traits=BLOCK)
-    entry.view_write = Entry("write.aten::as_strided", write_back, (base,))
+    entry.view_write = Entry("write.aten::as_strided", write_back, (base,), replaces=(0,))
     return entry
 
 

@@ -71,7 +71,9 @@ def write_one_value(handle: Handle, value: Value) -> None:
     memory = strided_view(handle, (length,), (1,), 0)
     merge = known(
         ("merge", spec, offset, length),
-        lambda: Entry("write.changed", partial(_set_changed, spec, offset), (memory.spec,)),
+        lambda: Entry(
+            "write.changed", partial(_set_changed, spec, offset), (memory.spec,), replaces=(0,)
+        ),
     )
     write(memory, Value(merge, (memory.current(), handle.current(), value), ()))
 
@@ -139,7 +141,8 @@ def _view_write_entry(link: Link, base: Spec) -> Entry:
         def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
             return [place(inputs[0], inputs[1], *args, **kwargs)]
 
-        found = link.entry.view_write = Entry(f"write.{link.entry.name}", kernel, (base,))
+        name = f"write.{link.entry.name}"
+        found = link.entry.view_write = Entry(name, kernel, (base,), replaces=(0,))
         if link.entry.key is not None:
             found.key = ("write", link.entry.key)
     return found

@@ -29,6 +29,7 @@ from spmd_core.torch_backend import (
     forward_mode,
     generators,
     locations,
+    momentum,
     random_state,
     refusals,
     subclasses,
@@ -159,6 +160,7 @@ def _install() -> torch.library.Library:
     subclasses.install()
     uninitialized.install()
     conversions.install()
+    momentum.install()
     # `make_fx` leaves operations on other classes out of the graph that it traces.
     proxy_tensor.HANDLED_TYPES += (XLAShardedTensor,)  # type: ignore[assignment]
     library = torch.library.Library("aten", "IMPL")

@@ -77,6 +77,8 @@ class Traits:
         passes_nan_on: whether a NaN among its operands makes its results NaN in any case, so that
             a maximum inside of it (such as that of a softmax) need not propagate NaN.
         has_seeds: whether its numbers are seeds, which differ between devices in a manual region.
+        fill: the value of each element of its result, whatever its operands hold: a number, or the
+            name of the argument that has it; None for an operation that does more.
         query: for an attention, the position of the query, which the key follows; the kernel may
             have an `AttentionLayout` as its hint.
     """
@@ -93,10 +95,12 @@ class Traits:
     bounds: Bounds | None = None
     passes_nan_on: bool = False
     has_seeds: bool = False
+    fill: float | str | None = None
 
 
 COMPUTED = Traits()
 PRODUCT = Traits(is_product=True)
+ZEROS, ONES = Traits(fill=0.0), Traits(fill=1.0)
 CHOICE, COMPARISON = Traits(compared=Compared.ELEMENTS), Traits(compared=Compared.OPERANDS)
 # For operations that only pass on elements of their operand.
 SAME, RESHAPED = Traits(Elements.SAME), Traits(Elements.RESHAPED)

@@ -1,0 +1,334 @@
+"""Finds state that begins inside a cut: what it begins with becomes an input of the program.
+
+An optimizer makes its state in its first step and updates it there: `zeros_like(p)`, then `lerp_`.
+Recorded as it is, the first step is another program than all later ones, whose state is an input.
+So the program of the first step gets the zeros as an input, too, made shard by shard just before it
+runs and donated to it. State is a storage that an operation of this cut updates in place, that a
+tensor still holds at the cut, and that begins with
+
+- a constant, of `zeros_like`, `full`, `empty` and the like; or
+- a copy of an input that the cut updates, too: a moving average of parameters, or a wide copy of
+  them.
+
+So does a constant or a copy that a tensor holds and no operation reads: what an optimizer makes
+before it reads a value in the middle of its first step, or the copy of a frozen parameter. And a
+held constant of one element, such as the scale of a `GradScaler`. Any other constant that is only
+read stays in the program, where XLA folds it.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import torch
+
+from spmd_core import dtypes
+from spmd_core.counters import ProgramRecord
+from spmd_core.graph.placement import Placement
+from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Entry, OpResult, Value
+from spmd_core.ops.kernels.traits import Elements
+from spmd_core.program.leaves import convert, host_placement, marked_placement, target_placement
+from spmd_core.program.program import explained
+from spmd_core.program.program_graph import RecordedGraph, stored_shape
+from spmd_core.runtime import buffers, devices, in_flight
+from spmd_core.runtime.jax_sharding import device_ids_of
+
+# Up to this size, a constant that nothing places is replicated. A larger one stays in the program
+# on several devices, where the partitioner places it.
+_REPLICATED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a state begins with: the `data` of the program's input until the program runs.
+
+    Attributes:
+        number: each element, 0-dim; None for a copy.
+        source: the input that is copied; None for a constant.
+        dtypes: to which the copy is converted, one after the other.
+    """
+
+    number: torch.Tensor | None = None
+    source: Value | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """The state that begins in a cut.
+
+    Attributes:
+        inputs: for each recorded value that a state begins with, the leaf in its place.
+        first: for each storage that has no earlier value and is updated in place, the leaf that its
+            updates begin with.
+        held: for each storage that is not updated, and no result of the program, the leaf that is
+            its value.
+    """
+
+    inputs: Mapping[Value, Value] = field(default_factory=dict)
+    first: Mapping[Storage, Value] = field(default_factory=dict)
+    held: Mapping[Storage, Value] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[Value]:
+        """The inputs that are copied."""
+        return [leaf.data.source for leaf in self.inputs.values() if leaf.data.source is not None]
+
+
+def find(live: Sequence[Storage], nodes: Sequence[Value]) -> State:
+    """The state among the storages that a cut computes. Changes nothing.
+
+    Args:
+        live: the storages.
+        nodes: the operations that they need, in the order of recording.
+    """
+    first: dict[Storage, Value] = {}
+    recorded: dict[Storage, tuple[Value, Beginning]] = {}
+    given = set(live)
+    for storage in live:
+        if storage.committed is None:
+            value, beginning = _first_value(storage.value)
+            if beginning is not None:
+                recorded[storage] = value, beginning
+            elif value.data is not None:
+                first[storage] = value
+    if not recorded:
+        return State(first=first)
+    updated = [s for s in live if s.committed is not None]
+    results = {s.value for s in live}
+    read, local = _read(nodes, {value for value, _ in recorded.values()}), _local(nodes)
+    inputs: dict[Value, Value] = {}
+    held: dict[Storage, Value] = {}
+    for storage, (value, beginning) in recorded.items():
+        if (storage.value.parent or storage.value) in local:
+            continue
+        is_held = value is storage.value
+        if is_held:
+            is_scalar = beginning.source is None and value.spec.num_elements == 1
+            is_input = value not in read or is_scalar
+        else:
+            is_input = value in read and value not in results and _is_state(beginning, given)
+        placement = _placement(storage, value, beginning, updated) if is_input else None
+        if placement is None:
+            continue
+        if value not in inputs:
+            leaf = Value.leaf(value.spec, beginning, placement, weakref.ref(storage))
+            if hasattr(value, "origin"):
+                leaf.origin = value.origin
+            inputs[value] = leaf
+            if is_held:
+                held[storage] = leaf
+        if not is_held:
+            first[storage] = inputs[value]
+    if len(held) == len(live):  # without a program, they would be no part of a step
+        return State(first=first)
+    return State(inputs, first, held)
+
+
+def make(
+    state: State,
+    leaves: Sequence[Value],
+    targets: Sequence[Placement],
+    graph: RecordedGraph,
+    record: ProgramRecord,
+) -> None:
+    """Makes the arrays of the leaves that state begins with. Does not wait.
+
+    Args:
+        state: what begins.
+        leaves: the program's inputs.
+        targets: how they lie.
+        graph: what the program computes.
+        record: the program's.
+
+    Raises:
+        DeviceMemoryError: a device's memory is too small.
+    """
+    lies = dict(zip(leaves, targets))
+    try:
+        for leaf in state.inputs.values():
+            _make(leaf, lies.get(leaf) or target_placement(leaf.placement, graph.device_ids))
+    except in_flight.FAILURES as error:
+        raise explained(error, graph, record) from error
+
+
+def _make(leaf: Value, target: Placement) -> None:
+    beginning, shape = leaf.data, stored_shape(leaf.spec, target)
+    sharding = target.device_sharding
+    if beginning.source is None:
+        leaf.data = buffers.full(beginning.number, shape, sharding)
+    else:
+        source = beginning.source
+        own = convert(source, target_placement(source.placement, device_ids_of(sharding)))
+        conversions = tuple(map(dtypes.to_jax, beginning.dtypes))
+        if own.shape == shape:
+            leaf.data = buffers.copied(own, conversions, sharding)
+        else:  # with another padding
+            whole = buffers.reshard(own, sharding, leaf.spec.shape, shape)
+            leaf.data = buffers.copied(whole, conversions, sharding)
+    leaf.placement = target
+
+
+def _first_value(value: Value) -> tuple[Value, Beginning | None]:
+    """The value that a storage's updates begin with, and what that is; None if it is no beginning.
+
+    It is the given value itself if no operation updates it in place.
+    """
+    beginning = _beginning(value)
+    while beginning is None and value.data is None:
+        before = _replaced(value)
+        if before is None:
+            break
+        value, beginning = before, _beginning(before)
+    return value, beginning
+
+
+def _is_state(beginning: Beginning, live: set[Storage]) -> bool:
+    """Whether what begins so is likely to be updated in each step: no copy of a step's data.
+
+    That is a copy of what the cut updates, too, or of what no tensor holds any more, as where a
+    model was converted.
+    """
+    source = beginning.source
+    owner = None if source is None or source.owner is None else source.owner()
+    return owner is None or (owner in live and owner.value is not source)
+
+
+def _replaced(value: Value) -> Value | None:
+    """The value that an operation in place, or a mark, replaces; None for any other operation."""
+    node, index = (value.parent, value.index) if isinstance(value, OpResult) else (value, 0)
+    assert node is not None
+    entry = node.entry
+    if entry.replaces and not entry.random:
+        return node.inputs[entry.replaces[index]]
+    is_mark = entry.sharding is not None and entry.traits.elements is Elements.SAME
+    return node.inputs[0] if is_mark else None
+
+
+def _beginning(value: Value) -> Beginning | None:
+    """What a pending value is, if a state can begin with it; else None."""
+    if value.data is not None:
+        return None
+    conversions: list[torch.dtype] = []
+    while value.data is None and value.parent is None:
+        entry = value.entry
+        if entry.traits.fill is not None:
+            number = _number(value, entry.traits.fill)
+            if number is None:
+                return None
+            for dtype in reversed(conversions):
+                number = number.to(dtype)
+            return Beginning(number)
+        position = _copied(value, entry)
+        if position is None:
+            return None
+        conversions.append(value.spec.dtype)
+        value = value.inputs[position]
+    if value.data is None or value.placement.manual is not None or value.placement.room is not None:
+        return None
+    # Only floats are rounded by jax as by torch.
+    is_exact = all(d.is_floating_point for d in conversions) and value.spec.dtype.is_floating_point
+    if not is_exact and {*conversions, value.spec.dtype} != {value.spec.dtype}:
+        return None
+    return Beginning(source=value, dtypes=tuple(reversed(conversions)))
+
+
+def _copied(value: Value, entry: Entry) -> int | None:
+    """The position of the input of the same shape whose elements an operation copies, if it does.
+
+    An operation that checks indices is to be kept.
+    """
+    traits = entry.traits
+    if entry.indices or traits.elements not in (Elements.SAME, Elements.REPEATED):
+        return None
+    is_same = value.inputs[traits.source].spec.shape == value.spec.shape
+    return traits.source if is_same else None
+
+
+def _number(node: Value, fill: float | str) -> torch.Tensor | None:
+    """Each element of what an operation fills, 0-dim; None if it is the element of a tensor."""
+    if isinstance(fill, str):
+        assert node.entry.arguments is not None
+        given = node.entry.arguments[fill]
+        # A type stands for a number that is an input of the program.
+        fill = node.numbers[0] if isinstance(given, type) else given
+    if not isinstance(fill, (bool, int, float, complex)):
+        return None
+    return torch.full((), fill, dtype=node.spec.dtype, device="cpu")
+
+
+def _read(nodes: Sequence[Value], values: set[Value]) -> set[Value]:
+    """Those of some values that operations read; a copy into a tensor reads nothing of it."""
+    read: set[Value] = set()
+    for node in nodes:
+        for position, x in enumerate(node.inputs):
+            if x in values and x not in read:
+                copied = _copied(node, node.entry) if node.entry.replaces else None
+                if copied is None or copied == position:
+                    read.add(x)
+    return read
+
+
+def _local(nodes: Sequence[Value]) -> set[Value]:
+    """The operations whose results are local to a manual region."""
+    local: set[Value] = set()
+    if any(node.entry.border is not None for node in nodes):
+        for node in nodes:
+            border = node.entry.border
+            if border is not None:
+                is_local = not border.is_exit
+            else:
+                is_local = any((x.parent or x) in local for x in node.inputs)
+            if is_local:
+                local.add(node)
+    return local
+
+
+def _placement(
+    storage: Storage, value: Value, beginning: Beginning, updated: Iterable[Storage]
+) -> Placement | None:
+    """Where a state begins: as it is marked, as what it copies, or as what it is the state of.
+
+    That is the updated storage of its shape. None where the partitioner is to choose.
+    """
+    if 0 in value.spec.shape:
+        return None
+    if storage.sharding is not None:
+        return marked_placement(storage.sharding)
+    source, shape = beginning.source, value.spec.shape
+    alike = (
+        [source.placement]
+        if source is not None
+        else [
+            s.committed.placement
+            for s in updated
+            if s.committed is not None and s.spec.shape == shape
+        ]
+    )
+    found = {_device_sharding(placement) for placement in alike}
+    if len(found) == 1:
+        (sharding,) = found
+        if sharding is None:
+            return host_placement()
+        if _is_even(sharding, shape):
+            return Placement.of(sharding, None)
+    is_small = value.spec.num_bytes <= _REPLICATED_BYTES or len(devices.all_devices()) == 1
+    return host_placement() if is_small else None
+
+
+def _device_sharding(placement: Placement) -> jax.sharding.NamedSharding | None:
+    """How data with this placement lies on the devices; None for data that will be replicated."""
+    if placement.sharding is not None:
+        return marked_placement(placement.sharding).jax_sharding
+    return placement.jax_sharding
+
+
+def _is_even(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether the devices' shards have one size, without padding."""
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return False
+    return True
