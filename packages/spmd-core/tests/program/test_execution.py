@@ -301,7 +301,7 @@ def test_compiler_options_make_a_program_of_their_own(monkeypatch):
     y = x.tan() * 6
     with pytest.raises(
         spmd.errors.ProgramError,
-        match=r"under config\.compiler_options \{'xla_no_such_option': True\}: "
+        match=r"under spmd\.config\.compiler_options \{'xla_no_such_option': True\}: "
         r".*No such compile option",
     ):
         y.tolist()
@@ -369,7 +369,7 @@ def broken(monkeypatch):
             raise spmd.errors.ProgramError("the device failed")
         return original(key, *args)
 
-    monkeypatch.setattr(compile_cache, "find", lambda key: None)
+    monkeypatch.setattr(compile_cache, "cached", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", get)
     return Broken
 
@@ -524,7 +524,7 @@ def test_an_interrupted_cut_loses_nothing(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compile_cache, "find", lambda key: None)
+    monkeypatch.setattr(compile_cache, "cached", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()
