@@ -172,6 +172,25 @@ FAULTS = (
         "first[: len(axes)] == axes",
     ),
     Fault(
+        "spmd_core/program/passes/fused_projections.py",
+        "the gradient of a fused projection's weight keeps the order of devices",
+        "        if value in self._ordered:\n            sections, dim = self._ordered.pop(value)",
+        "        if value in self._ordered and value.op is None:\n"
+        "            sections, dim = self._ordered.pop(value)",
+    ),
+    Fault(
+        "spmd_core/program/sections.py",
+        "devices that exchange sections keep what they receive in the order in which it comes",
+        "return _arranged(jnp.concatenate(received, dim), self.placed, device, dim)",
+        "return jnp.concatenate(received, dim)",
+    ),
+    Fault(
+        "spmd_core/program/moved_dims.py",
+        "of a stack of partial sums, the dim of the parts counts as one of the gradient",
+        "before = len(entry.spec.shape) - len(part.spec.shape)",
+        "before = 0",
+    ),
+    Fault(
         "spmd_core/program/passes/image_layouts.py",
         "convolutions do not know how their images are split",
         "return graph.with_hints(hints)",

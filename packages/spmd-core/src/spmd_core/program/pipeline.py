@@ -8,6 +8,7 @@ from spmd_core.program.ir import Graph, Op, Rewriter
 from spmd_core.program.passes.attention_layouts import attention_layouts
 from spmd_core.program.passes.batch_sums import batch_sums
 from spmd_core.program.passes.exact_values import exact_values
+from spmd_core.program.passes.fused_projections import fused_projections
 from spmd_core.program.passes.image_layouts import image_layouts
 from spmd_core.program.passes.index_checks import index_checks
 from spmd_core.program.passes.late_copies import late_copies
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     batch_sums,
     narrow_gathers,
     refined_marks,
+    fused_projections,
     # Order: when values are computed.
     recorded_order,
     paced_gradients,
