@@ -25,3 +25,8 @@ def values(
 def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     """Normally distributed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of these shapes, normally distributed, drawn from torch's own generator."""
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
