@@ -90,9 +90,7 @@ def test_gpt2(
     common: dict[str, Any] = {"cache_dir": str(folder / "cache"), "batch": 16}
     if strategy == "ddp":  # which goes on with a run to its end
         common |= {"resume": str(folder / "gpt2.pt"), "steps": 1, "batch": 8}
-    if (
-        strategy == "pipeline"
-    ):  # the compiler places what it makes, so each of its programs compiles
+    if strategy == "pipeline":  # XLA places what it makes, so each of its programs compiles
         common |= {"steps": 1}
     config = GPT2Config(**GPT2 | common | {"strategy": strategy, "mesh": mesh} | writing(folder))
     made = planned(gpt2, config, num_devices)

@@ -27,7 +27,7 @@ def broken(monkeypatch):
             raise spmd.errors.ProgramError("the device failed")
         return original(key, *args)
 
-    monkeypatch.setattr(compile_cache, "find", lambda key: None)
+    monkeypatch.setattr(compile_cache, "cached", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", get)
     return Broken
 
@@ -182,7 +182,7 @@ def test_an_interrupted_cut_loses_nothing(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compile_cache, "find", lambda key: None)
+    monkeypatch.setattr(compile_cache, "cached", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()

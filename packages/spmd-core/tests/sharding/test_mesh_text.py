@@ -5,20 +5,11 @@ import re
 from collections import OrderedDict
 
 import pytest
+from error_texts import message_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_core.errors import MeshError
 from spmd_core.sharding.mesh_text import parse_mesh
-
-
-def message_of(wrong) -> str:
-    """The text of the error that `wrong()` raises: whole sentences."""
-    with pytest.raises(MeshError) as raised:
-        wrong()
-    text = str(raised.value)
-    assert text.endswith(".") and "  " not in text and not re.search(r"\{[a-z]", text)
-    return text
 
 
 @pytest.mark.parametrize(
