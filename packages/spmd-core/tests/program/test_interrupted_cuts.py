@@ -123,7 +123,7 @@ def test_programs_for_many_sizes(part):
     _, stages, _ = cut()
     codes = [code for code in stages.codes if "growing" in code.co_filename + code.co_name]
     codes += [code for code in stages.codes if "padded" in code.co_filename]
-    assert {"cached", "bounded", "_growth"} <= {code.co_name for code in codes}
+    assert {"find_program", "bounded", "_growth"} <= {code.co_name for code in codes}
     for stage in codes[part :: len(PARTS)]:
         w, _, is_interrupted = cut(stage)
         assert is_interrupted, stage
