@@ -116,3 +116,29 @@ def test_a_mesh_made_inside_breaks_the_graph(num_devices):
     torch._dynamo.reset()
     found = torch.compile(function)(x)
     assert found.partition_spec == ("x",) and found.tolist() == [2.0] * 8
+
+
+def test_functions_of_tensors_are_calls_of_the_graph(mesh_2d):
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 6, 4), torch.randn(10, 4)
+    target, documents = torch.randint(0, 10, (8, 6)), torch.randint(0, 2, (8, 6)).sort().values
+
+    def loss(x, weight, target, documents):
+        q = x[:, None]
+        y = spmd.document_attention(q, q, q, documents).flatten(0, 1)
+        return spmd.linear_cross_entropy(y, weight, target, num_chunks=2) * 2
+
+    compiled = torch.compile(loss, fullgraph=True)
+    leaves = [
+        [t.detach().to(device).requires_grad_() for t in (x, weight)] for device in ("cpu", "xla")
+    ]
+    spmd.mark_sharding(leaves[1][0], mesh_2d, ("a", None, None))
+    spmd.mark_sharding(leaves[1][1], mesh_2d, (None, "b"))
+    expected = loss(*leaves[0], target, documents)
+    found = compiled(*leaves[1], target.to("xla"), documents.to("xla"))
+    assert "class_sums" in spmd.debugging.operations(found)
+    torch.testing.assert_close(found.cpu(), expected)
+    found.backward()
+    expected.backward()
+    for on_device, leaf in zip(leaves[1], leaves[0]):
+        torch.testing.assert_close(on_device.grad.cpu(), leaf.grad, rtol=1e-4, atol=1e-5)

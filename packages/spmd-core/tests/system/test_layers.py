@@ -15,8 +15,8 @@ import import_graph  # noqa: E402 - a script of the repository, outside of any p
 # From top to bottom. Folders on one line do not import each other.
 LAYERS = [
     ("plan", "distributed", "dtensor", "former_names"),
-    ("planner",),
-    ("metrics", "modules", "steps", "dynamo"),
+    ("planner", "dynamo"),
+    ("metrics", "modules", "steps"),
     ("torch_backend", "marks", "control_flow"),
     ("dispatch", "debugging", "manual"),
     ("recording",),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from spmd_core.marks import custom_ops, marking
+from spmd_core.modules.document_attention import document_attention
+from spmd_core.modules.linear_cross_entropy import linear_cross_entropy
 from spmd_core.sharding import mesh as meshes
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import ShardingSpec
@@ -33,6 +35,19 @@ def trace_as_mark(function: Callable[..., Any]) -> None:
         return marked
 
     _trace_as(function, traced)
+
+
+def trace_as_call(function: Callable[..., Any]) -> None:
+    """Makes Dynamo put calls of a function into its graph as they are.
+
+    Args:
+        function: of tensors and constants; takes fake tensors, too.
+    """
+
+    def change(module: ModuleType) -> None:
+        torch.compiler.allow_in_graph(function)
+
+    after_import("torch._dynamo", change)
 
 
 def trace_as_constant(function: Callable[..., Any]) -> None:
@@ -81,5 +96,7 @@ def install() -> None:
     """Registers the forms of functions once Dynamo is imported."""
     for function in (marking.mark_sharding, marking.constrain, marking.clear_sharding):
         trace_as_mark(function)
+    for whole in (document_attention, linear_cross_entropy):
+        trace_as_call(whole)
     trace_as_global_mesh(meshes.get_global_mesh)
     trace_as_constant(registration.device)
