@@ -6,6 +6,7 @@ from functorch.compile import aot_function, nop
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import spmd_core as spmd
 
@@ -133,6 +134,66 @@ def test_operations_with_kernels_above_autograd(name):
     with torch.no_grad():
         found = torch.compile(OPERATIONS[name], fullgraph=True)(x.to("xla"))
     torch.testing.assert_close(found.cpu(), expected)
+
+
+class Cubed(torch.autograd.Function):
+    """The cube, with the gradient of the square, so that a test sees whether it is called."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,) = ctx.saved_tensors
+        return 2 * grads[0] * x
+
+
+@torch.compiler.nested_compile_region
+def region(x):
+    return x.sin() * 2
+
+
+# For each, the function and whether a backend of AOTAutograd is tried, too.
+OPERATORS = {
+    "function": (lambda x: Cubed.apply(x), True),
+    "region": (lambda x: region(region(x)), True),
+    "branch": (
+        lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)) * 2,
+        False,
+    ),
+    "loop": (
+        lambda x: torch.while_loop(
+            lambda n, x: n < 3, lambda n, x: (n + 1, x * 2), (torch.tensor(0, device=x.device), x)
+        )[1],
+        False,
+    ),
+    "checkpoint": (
+        lambda x: checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False),
+        True,
+    ),
+    "effects": (lambda x: torch.linalg.inv(x[:, None] * x + torch.eye(4, device=x.device)), True),
+}
+
+
+# By Dynamo, which makes an object of each function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_functions_of_functions(name):
+    function, by_aot = OPERATORS[name]
+    for backend in ("openxla", "aot_eager") if by_aot else ("openxla",):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        x = torch.rand(4)
+        found, expected = compiled(x.to("xla")), function(x)
+        torch.testing.assert_close(found.cpu(), expected)
+        if name == "loop":
+            continue  # torch has no derivative
+        on_device, x = x.to("xla").requires_grad_(), x.requires_grad_()
+        compiled(on_device).sum().backward()
+        function(x).sum().backward()
+        torch.testing.assert_close(on_device.grad.cpu(), x.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_other_tracers():

@@ -16,8 +16,8 @@ _PACKAGE = Path(__file__).parents[1]
 _RECORDING = tuple(
     str(_PACKAGE / folder / "")
     for folder in (
-        *("dispatch", "graph", "manual", "marks", "ops", "planner", "program", "recording"),
-        *("runtime", "sharding", "tensor", "torch_backend"),
+        *("control_flow", "dispatch", "graph", "manual", "marks", "ops", "planner", "program"),
+        *("recording", "runtime", "sharding", "tensor", "torch_backend"),
     )
 )
 # Dynamo may trace these files, as parts of a function that it compiles.
