@@ -131,7 +131,8 @@ def test_resnet_from_a_saved_run(folder: Path, num_devices: int) -> None:
 def test_the_plan_that_the_planner_recommends(folder: Path) -> None:
     """By its own command, up to libtpu's words on memory."""
     words = ["-m", "spmd_core.plan", "--topology", "v4-16", "--", "python", "-m"]
-    words += ["examples.gpt2.train", "--smoke", "--mesh", "fsdp=8", "--cache-dir", folder / "cache"]
+    words += ["examples.gpt2.train", "--smoke", "--mesh", "fsdp=8"]
+    words += ["--cache-dir", str(folder / "cache")]
     paths = os.pathsep.join(entry for entry in sys.path if entry)
     done = fresh.run(words, {**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
