@@ -139,6 +139,7 @@ SIGNATURES = {
         "is_eager_mode": "()",
         "eager_mode_context": "(enable)",
     },
+    "torch_xla.experimental.fori_loop": {"fori_loop": "(lower, upper, body_fun, *init)"},
     "torch_xla.debug.metrics": {
         "counter_names": "()",
         "counter_value": "(name)",
@@ -193,7 +194,6 @@ def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
 @pytest.mark.parametrize(
     "name",
     [
-        "scan",
         "scan_layers",
         "assume_pure",
         "gradient_accumulation",

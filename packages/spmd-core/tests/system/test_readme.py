@@ -24,10 +24,9 @@ def samples():
     ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
-    page = (ROOT / "docs/wrong_or_slow.md").read_text()  # each sample continues the one before
-    yield pytest.param(
-        "\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), id="wrong-or-slow"
-    )
+    for name in ("wrong_or_slow", "loops"):  # each sample continues the one before
+        page = (ROOT / f"docs/{name}.md").read_text()
+        yield pytest.param("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), id=name)
 
 
 @pytest.mark.parametrize("code", list(samples()))

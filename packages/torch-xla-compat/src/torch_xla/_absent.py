@@ -10,7 +10,6 @@ from types import ModuleType
 _KERNELS = "Use torch.nn.functional.scaled_dot_product_attention, or spmd_core.call_jax with jax's."
 _STABLEHLO = "Use spmd_core.debugging.stablehlo, which gives the text of a pending program."
 _FSDP = "Use torch_xla.experimental.spmd_fully_sharded_data_parallel, or spmd_core.fully_shard."
-_LOOPS = "Write a Python loop; spmd_core.call_jax runs jax.lax.scan as one operation."
 _INSIDE = "It is a part inside PyTorch/XLA that has no counterpart here: remove the import."
 _FILES = "Use fsspec and torch.save."
 
@@ -44,7 +43,6 @@ _INSTEAD = {
     ),
     "torch_xla.experimental.dynamo_mark_sharding": "Use torch.ops.xla.dynamo_mark_sharding.",
     "torch_xla.experimental.dynamo_set_buffer_donor": "Use torch.ops.xla.dynamo_set_buffer_donor_.",
-    "torch_xla.experimental.fori_loop": _LOOPS,
     "torch_xla.experimental.gradient_accumulation": (
         "Call backward() for each part of the batch, and optimizer.step() after the last."
     ),
@@ -54,8 +52,7 @@ _INSTEAD = {
     "torch_xla.experimental.pjrt_backend": "Use torch_xla.distributed.xla_backend.",
     "torch_xla.experimental.plugins": "Install the plugin as jax asks for it.",
     "torch_xla.experimental.quantized": "Quantize with torch's own operations.",
-    "torch_xla.experimental.scan": _LOOPS,
-    "torch_xla.experimental.scan_layers": "Call the layers one after another.",
+    "torch_xla.experimental.scan_layers": "Use torch_xla.experimental.scan over stacked weights.",
     "torch_xla.experimental.splash_attention": _KERNELS,
     "torch_xla.experimental.stablehlo_custom_call": "Call a jax function by spmd_core.call_jax.",
     "torch_xla.experimental.triton": "Write it in Pallas; call it by spmd_core.call_jax.",
