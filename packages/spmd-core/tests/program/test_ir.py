@@ -8,7 +8,7 @@ import torch
 from recorded_graphs import graph_of, names
 
 import spmd_core as spmd
-from spmd_core.program.ir import BarrierEntry, Graph, Ref, Rewriter, behind_barriers, inserted
+from spmd_core.program.ir import BarrierEntry, Graph, Ref, Rewriter, before_barriers, inserted
 
 
 def product() -> Graph:
@@ -57,13 +57,13 @@ def test_only_what_follows_reads_behind_a_barrier():
     assert made.ops[:2] == graph.ops[:2]  # what did not change is shared
     (operand,) = made.ops[-1].operands
     assert isinstance(operand.op.entry, BarrierEntry)
-    assert behind_barriers(operand) == w
+    assert before_barriers(operand) == w
 
 
 def test_what_a_check_finds():
     graph = product()
     mm, relu, mul = graph.ops
-    with pytest.raises(AssertionError, match="reads what is computed behind it"):
+    with pytest.raises(AssertionError, match="reads a value that is computed after it"):
         dataclasses.replace(graph, ops=(relu, mm, mul)).check()
     with pytest.raises(AssertionError, match="a result is not computed"):
         dataclasses.replace(graph, ops=(mm, relu)).check()

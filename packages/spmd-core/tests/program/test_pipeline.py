@@ -47,7 +47,9 @@ def test_a_pass_that_breaks_a_law_is_found(monkeypatch):
 
     monkeypatch.setattr(spmd.config, "check_passes", True)
     monkeypatch.setattr(pipeline, "PASSES", (broken,))
-    with pytest.raises(AssertionError, match=r"aten::add\.Tensor.* reads what is computed behind"):
+    with pytest.raises(
+        AssertionError, match=r"aten::add\.Tensor.* reads a value that is computed after"
+    ):
         debugging.stablehlo(torch.ones(3).to("xla") + 1)
 
 

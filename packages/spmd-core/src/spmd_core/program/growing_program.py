@@ -1,7 +1,7 @@
-"""A program for the cuts of one kind that differ in a size: arrays have room for the greatest one.
+"""One program for cuts that differ in a size, whose arrays are padded to a greatest size.
 
-The function of the cuts is traced at two sizes, from which `affine_sizes` knows how its integers
-depend on the size. `padded_evaluation` evaluates it on arrays with room, with the size as an input.
+The function of the cuts is traced at two sizes, from which `affine_sizes` fits how its integers
+depend on the size. `padded_evaluation` evaluates it on padded arrays, with the size as an input.
 """
 
 import math
@@ -36,24 +36,24 @@ from spmd_core.program.padded_evaluation import Evaluation
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph, ReplicateDims, stored_shape
 
-# Arrays have room for at least so many elements along a growing dim, and for more as long as all
-# growing arrays of the function together stay below so many bytes, up to a limit: some have none.
+# The smallest capacity of an array along a growing dim. It is doubled, up to `_CHEAP_ROOM`, as long
+# as all growing arrays of the function together take at most `_CHEAP_BYTES`.
 _LEAST_ROOM = 32
 _CHEAP_BYTES = 1 << 20
 _CHEAP_ROOM = 1 << 14
-# The traces of so many further sizes are compared with what the first two lead to expect.
+# The number of further sizes whose traces are compared with what the first two predict.
 _NUM_COMPARED = 2
-# Smaller sizes may be special: a dim of one element is broadcast.
+# Smaller sizes are not assumed to follow the fit: a dim of one element may be broadcast.
 _LEAST_SIZE = 2
 
 
 @dataclass
 class Sample:
-    """One cut.
+    """One cut that has a program of its own.
 
     Attributes:
-        key: its key.
-        graph: its graph, with exact shapes.
+        key: the program's key.
+        graph: the cut's graph, with exact shapes.
         ints: all integers of the key.
     """
 
@@ -64,13 +64,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A program for many sizes, and how the cut at hand is one of them.
+    """A program for many sizes, with the size of one cut.
 
     Attributes:
         key: the program's key.
-        graph: what to lower.
-        targets: how each leaf must lie.
-        number: the program's last int.
+        graph: the graph to lower.
+        targets: the placement that each leaf must have.
+        number: the size of the cut, which the program takes as its last int.
     """
 
     key: Key
@@ -79,7 +79,7 @@ class Bounded:
     number: int
 
     def program(self, name: str) -> Program:
-        """The program, from the cache or newly compiled, for a cut whose own has this name."""
+        """The program, from the cache or newly compiled; its name is this one with the bound."""
         return compile_cache.get(self.key, lambda: self.graph, f"{name}_{self.key.bound}")
 
 
@@ -90,19 +90,20 @@ class Growing:
     Attributes:
         sample: the cut at the second value.
         fit: the two values, which are sizes of a dim.
-        place: of that size among the integers of the key.
-        slopes: of the integers of the key.
-        offsets: of the same; both int64.
-        least: the smallest number for which the functions are known to hold.
+        place: the position of that size among the integers of the key.
+        slopes: the slopes of the integers of the key, int64.
+        offsets: their offsets, int64.
+        least: the smallest number for which the fit is known to hold.
         first: the function at the first value.
         second: the function at the second value.
-        forms: of the two functions.
-        leaf_sizes: of each leaf's array.
-        out_sizes: of each result's array.
-        rooms: how much room there is.
-        placements: of the leaves, for which the functions were traced.
-        step: what all differences of sizes whose traces were compared have in common.
-        compared: further sizes whose traces were compared.
+        forms: the forms of the two functions.
+        leaf_sizes: the sizes of each leaf's array.
+        out_sizes: the sizes of each result's array.
+        rooms: the padded capacity of the arrays.
+        placements: the placements of the leaves for which the functions were traced.
+        step: the greatest common divisor of the differences between all sizes whose traces were
+            compared.
+        compared: the further sizes whose traces were compared.
     """
 
     sample: Sample
@@ -127,10 +128,10 @@ class Growing:
         """How the integers change from one cut to another.
 
         Args:
-            before: the one cut.
-            now: the other.
-            place: of a size that differs, among the integers of the keys; all differences are
-                multiples of its own.
+            before: one cut.
+            now: the other cut.
+            place: the position, among the integers of the keys, of a size that differs; all other
+                differences are multiples of this one.
 
         Raises:
             GrowthRefusedError: no program holds for all these cuts.
@@ -157,14 +158,14 @@ class Growing:
         for sizes, output in zip(outs, now.graph.outputs):
             _refuse_split(sizes, output.placement)
         if not _growing([*leaves, *outs]) and place >= len(now.ints) - num_outer_sizes(now.key):
-            # Padding to a multiple of the shards hides the growth.
+            # No stored array grows: the padding to a multiple of the shards hides it.
             raise GrowthRefusedError("a dim that grows is split over devices")
         forms = (Form.of(a), Form.of(b))
         if not forms[0].agrees(forms[1]):
             raise GrowthRefusedError("its operations differ")
         arrays = list(growing_arrays(fit, a, b))
         growing = _growing([*leaves, *outs, *(sizes for sizes, _ in arrays)])
-        # Smaller than both, a dim may be broadcast or empty.
+        # At a number smaller than both, a dim may be broadcast or empty.
         least = max((-((s.offset - _LEAST_SIZE) // s.slope) for s in growing), default=first)
         return Growing(
             now,
@@ -184,18 +185,18 @@ class Growing:
         )
 
     def has(self, ints: tuple[int, ...]) -> bool:
-        """Whether these integers of a cut's key are those for some value of the number."""
+        """Whether the integers of a cut's key agree with the fit, for some value of the number."""
         number = ints[self.place]
         return number >= self.least and np.array_equal(
             self.slopes * number + self.offsets, np.array(ints)
         )
 
     def bounded(self, key: Key, number: int, make_graph: Callable[[], RecordedGraph]) -> Bounded:
-        """The program for a cut of which `has` is true; `find_program` has the other arguments.
+        """The program for a cut for which `has` is true. See `growing_sizes.find_program`.
 
         Raises:
-            GrowthRefusedError: the cut's function is not the one expected, or has no form with
-                room for this size.
+            GrowthRefusedError: the cut's trace is not as predicted, or cannot be evaluated on
+                arrays that are padded for this size.
         """
         bound = self.rooms.bound(number)
         placements = _placements([placement for _, placement in key.leaves], self.leaf_sizes)
@@ -207,7 +208,7 @@ class Growing:
         if number not in self.compared and (
             is_new
             or len(self.compared) < _NUM_COMPARED
-            # The sizes compared so far may have had a multiple in common, such as 8.
+            # The sizes compared so far may all be multiples of something, such as 8.
             or (number - self.fit.first) % self.step
         ):
             self._compare(make_graph(), number)
@@ -245,7 +246,7 @@ def num_outer_sizes(key: Key) -> int:
 
 
 def _shrinking(before: Sample, now: Sample, first: int, second: int) -> frozenset[Affine]:
-    """What becomes smaller by the keys. They are compared at each cut, so it is known to hold."""
+    """The fits of integers of the keys that shrink. They are compared at each cut, so they hold."""
     pairs = [*zip(before.ints, now.ints)]
     for a, b in zip(before.graph.nodes, now.graph.nodes, strict=True):
         pairs += zip(_padding(a.entry), _padding(b.entry), strict=True)
@@ -258,7 +259,7 @@ def _shrinking(before: Sample, now: Sample, first: int, second: int) -> frozense
 
 
 def _padding(entry: Entry) -> tuple[int, ...]:
-    """How many zeros the gradient of a slice gets behind its elements, along the sliced dim."""
+    """How many zeros the gradient of a slice has after its elements, along the sliced dim."""
     given = entry.arguments or {}
     if entry.name not in ("aten::slice_backward", "aten::select_backward"):
         return ()
@@ -272,10 +273,10 @@ def _padding(entry: Entry) -> tuple[int, ...]:
 
 
 def _trace(graph: RecordedGraph) -> ClosedJaxpr:
-    """The graph's function. The form with room is what gets forms for the partitioner.
+    """The graph's function, without the rules for the partitioner, which apply after padding.
 
     Raises:
-        GrowthRefusedError: it cannot be traced. If it is the cut's own, its program raises that.
+        GrowthRefusedError: it cannot be traced. The cut's own program then raises that error.
     """
     try:
         return jaxpr(graph, "growing")
@@ -296,7 +297,7 @@ def _placed(graph: RecordedGraph, placements: tuple[Placement, ...]) -> Recorded
 def _placements(
     placements: Sequence[Placement], leaf_sizes: Sequence[Sizes]
 ) -> tuple[Placement, ...]:
-    """The placements of leaves, with the growing dims of unmarked ones whole."""
+    """The placements of leaves, with the growing dims of unmarked leaves replicated."""
     return tuple(
         _with_replicated_dims(placement, sizes) if any(map(_is_growing, sizes)) else placement
         for placement, sizes in zip(placements, leaf_sizes)
@@ -308,7 +309,7 @@ def _is_growing(size: Size) -> bool:
 
 
 def _with_replicated_dims(placement: Placement, sizes: Sizes) -> Placement:
-    """The placement, or for an unmarked leaf one that splits no growing dim.
+    """The placement; for an unmarked leaf, one that splits no growing dim.
 
     Raises:
         GrowthRefusedError: a mark splits a growing dim.
@@ -326,12 +327,12 @@ def _with_replicated_dims(placement: Placement, sizes: Sizes) -> Placement:
 
 
 class _Rooms:
-    """How much room the arrays of a family have.
+    """The padded capacity of the arrays of a family.
 
     Args:
         stored: the sizes of all leaves and results.
-        arrays: the sizes and the bytes of an element of all growing arrays of the function.
-        number: one number that they grow with.
+        arrays: the sizes, and the bytes per element, of all growing arrays of the function.
+        number: some value of the number.
     """
 
     def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
@@ -344,7 +345,7 @@ class _Rooms:
             self._least *= 2
 
     def bound(self, number: int) -> int:
-        """The greatest number for which the arrays have the room that they have for this one."""
+        """The greatest number whose arrays have the same capacity as those of this number."""
         return self._bound_for(self._least, number)
 
     def _bound_for(self, least: int, number: int) -> int:
@@ -362,13 +363,13 @@ class _Rooms:
 
 
 def _growing(arrays: Iterable[Sizes]) -> set[Affine]:
-    """The sizes that become larger."""
+    """The sizes that grow with the number."""
     return {s for sizes in arrays for s in sizes if isinstance(s, Affine) and s.slope > 0}
 
 
 @dataclass(frozen=True)
 class AtBound:
-    """A program's `Growth`: the function on arrays with room up to a bound."""
+    """A program's `Growth`: the function on arrays that are padded for numbers up to a bound."""
 
     growing: Growing
     bound: int
@@ -409,21 +410,21 @@ def _room_for(size: int) -> int:
 
 
 def _room(sizes: Sizes, bound: int) -> tuple[int, ...] | None:
-    """The shape of an array with room up to the bound; None if it does not grow."""
+    """The padded shape of an array for numbers up to the bound; None if it does not grow."""
     if all(isinstance(size, int) for size in sizes):
         return None
     return tuple(_room_for(s.at(bound)) if isinstance(s, Affine) else s for s in sizes)
 
 
 def _refuse_split_change(first: Sequence[int], second: Sequence[int], placement: Placement) -> None:
-    """Raises where a mark splits a dim that differs."""
+    """Raises if a mark splits a dim whose size differs."""
     if placement.sharding is not None:
         sizes = (a if a == b else Affine(1, 0) for a, b in zip(first, second))
         _refuse_split(tuple(sizes), placement)
 
 
 def _refuse_split(sizes: Sizes, placement: Placement | None) -> None:
-    """Raises where a dim that grows is split."""
+    """Raises if a dim that grows is split."""
     if placement is None or placement.jax_sharding is None:
         return
     for dim, (size, split) in enumerate(zip(sizes, placement.jax_sharding.spec)):

@@ -1,15 +1,16 @@
-"""Finds cuts that differ in a size alone, and gives them one program for many sizes.
+"""Bucketing: finds cuts that differ in one size alone, and gives them one padded program.
 
-A decoder whose cache is concatenated to is another program for each length, and so is a training
+A decoder that concatenates to its cache has another program for each length, and so has a training
 step for each length of its batches. Cuts belong together if they have the same operations, and
-every integer in them (sizes, positions in a slice) is an affine function of one size. They run in a
-program whose arrays have room for the next power of two, and which gets the size as an input
-(`growing_program`). Its results keep their room (`Placement.room`), so that the next cut takes them
+every integer in them (sizes, positions in a slice) is an affine function of one size. They share a
+program whose arrays are padded to the next power of two, and which takes the size as an input
+(`growing_program`). Its results stay padded (`Placement.room`), so that the next cut can take them
 as they are.
 
-From the second size on, where it is the first one plus one, as in a decoder; else from the third
-one on, in any order: two sizes may be those of training and of evaluation, and not vary at all.
-What cannot be evaluated so compiles for each size, as any other program.
+This starts at the second size if it is the first one plus one, as in a decoder. Otherwise it starts
+at the third size, in any order: two sizes may be those of training and of evaluation, and never
+change. Cuts that cannot be evaluated on padded arrays are compiled for each size, like any other
+program.
 """
 
 from collections import OrderedDict
@@ -30,9 +31,9 @@ from spmd_core.program.program_graph import RecordedGraph
 
 _MAX_FAMILIES = 256
 _MAX_GROWTHS = 8
-# Of so many cuts, three may be of one kind.
+# The number of cuts among which three are sought that differ in one size.
 _MAX_SAMPLES = 6
-# After so many refusals no more attempts are made with cuts that differ in integers alone.
+# After this many refusals, no more attempts are made for a family.
 _MAX_REFUSALS = 3
 
 
@@ -42,8 +43,8 @@ class Family:
 
     Attributes:
         samples: the newest cuts that have programs of their own.
-        growths: how the integers depend on a size, where that is known.
-        refusals: why some cuts have a program for each size.
+        growths: the known ways in which the integers depend on a size.
+        refusals: the reasons why some cuts have a program for each size.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Family:
 # At most `_MAX_FAMILIES`.
 # Guarded by: the graph lock. Cleared by: growing_sizes.clear().
 _families: OrderedDict[Any, Family] = OrderedDict()
-# The number of each form of an entry's key. Entries keep these numbers, so none is given twice.
+# A number for each form of an entry's key. Entries keep these numbers, so none is given twice.
 # Guarded by: the graph lock. Cleared by: never: entries keep the numbers.
 _form_numbers: dict[Any, int] = {}
 
@@ -65,25 +66,25 @@ def clear() -> None:
 
 
 def forget(key: Key) -> None:
-    """Forgets a cut whose program could not be compiled: others are not compared with it."""
+    """Forgets a cut whose program could not be compiled, so that no other is compared with it."""
     family = _families.get(_split_key(key)[0])
     if family is not None:
         family.samples = [sample for sample in family.samples if sample.key != key]
 
 
 def refusals() -> list[str]:
-    """Why cuts that differ in a size that grows have a program for each size."""
+    """The reasons why cuts that differ in one size have a program for each size."""
     return [refusal for family in _families.values() for refusal in family.refusals]
 
 
 def refusal_of(key: Key) -> str | None:
-    """Why the cuts of this family have a program for each size; None if they do not, or unknown."""
+    """Why the cuts of this key's family have a program for each size; None if nothing is known."""
     family = _families.get(_split_key(key)[0])
     return family.refusals[-1] if family is not None and family.refusals else None
 
 
 def find_program(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded | None:
-    """The program for many sizes that computes this cut; None if it needs one of its own.
+    """The program for many sizes that computes this cut; None if it needs its own program.
 
     Args:
         key: the cut's key.
@@ -113,7 +114,7 @@ def find_program(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded |
 
 
 def _split_key(key: Key) -> tuple[Any, tuple[int, ...]]:
-    """The key without its integers, and these; positions of values count as no integers."""
+    """The key without its integers, and the integers; value numbers stay in the key."""
     skeleton: list[Any] = []
     ints: list[int] = []
     for x in key.structure:
@@ -136,7 +137,7 @@ def _split_key(key: Key) -> tuple[Any, tuple[int, ...]]:
 
 def _set_form(entry: Entry) -> tuple[int, tuple[int, ...]]:
     ints: list[int] = []
-    # An entry without a key is one of its own.
+    # An entry without a key is equal to no other.
     form = (entry.name, entry if entry.key is None else _without_ints(entry.key, ints))
     for spec in entry.outs:
         ints += spec.shape
@@ -162,7 +163,7 @@ def _without_ints(x: Any, ints: list[int]) -> Any:
 
 
 def _growth(family: Family, earlier: list[Sample], now: Sample) -> Growing | None:
-    """How the integers depend on a size, by this cut and earlier ones; None if that is unknown."""
+    """How the integers depend on a size, from this cut and earlier ones; None if not known yet."""
     if not earlier or len(family.refusals) >= _MAX_REFUSALS:
         return None
     before = earlier[-1]
@@ -185,16 +186,16 @@ def _growth(family: Family, earlier: list[Sample], now: Sample) -> Growing | Non
 
 
 def _place(before: Sample, now: Sample) -> int | None:
-    """Where the integers of two cuts have the size of which all others are functions.
+    """The position, among the integers of two cuts, of the size on which the others depend.
 
-    The size with the smallest difference; None if no size differs.
+    It is the size with the smallest difference; None if no size differs.
     """
     places = [i for i in _sizes(now.key) if before.ints[i] != now.ints[i]]
     return min(places, key=lambda i: abs(now.ints[i] - before.ints[i]), default=None)
 
 
 def _are_of_one_kind(first: Sample, second: Sample, third: Sample) -> bool:
-    """Whether the integers of three cuts are functions of one size, which has three values."""
+    """Whether the integers of three cuts are functions of one size, with three different values."""
     place = _place(first, second)
     if place is None:
         return False
@@ -209,7 +210,7 @@ def _are_of_one_kind(first: Sample, second: Sample, third: Sample) -> bool:
 
 
 def _sizes(key: Key) -> Iterator[int]:
-    """Where the sizes of tensors stand among the key's integers: leaves and results come first."""
+    """The positions of tensors' sizes among the key's integers: leaves and results come first."""
     entries = [x for x in key.structure if not isinstance(x, int)]
     ends = list(accumulate(len((x.form or _set_form(x))[1]) for x in entries))
     yield from range(ends[-1], ends[-1] + num_outer_sizes(key))

@@ -1,12 +1,12 @@
-"""`config.check_indices`: an index outside its dim, which a program cannot raise, is raised later.
+"""Raises the errors of `config.check_indices` at the next read, as a program cannot raise.
 
-A program with such checks returns, as its token, the number of the first one that failed. Each
-device looks at the indices that it has, so that none is moved; where a program runs on several
-processes, they agree by one reduction of a number. The next read on the host reads the tokens of
-the programs up to the one that made what it reads, which have ended by then.
+A program with index checks returns the number of the first check that failed as its token. Each
+device checks the indices that it holds, so no index is moved; if a program runs on several
+processes, they agree by an all-reduce of one number. The next read on the host reads the tokens of
+all programs up to the one that computed the value, which have ended by then.
 
-`benchmarks/results/index_checks.md` has what it costs. Functions of jax's (`call_jax`) are opaque
-to it.
+`benchmarks/results/index_checks.md` has the cost. Indices inside of jax functions (`call_jax`) are
+not checked.
 """
 
 import atexit
@@ -31,16 +31,16 @@ from spmd_core.runtime.devices import num_processes
 
 @dataclass(frozen=True)
 class _Started:
-    """A program that was started.
+    """A program with checks that was started.
 
     Attributes:
-        number: how many programs with checks were started up to it.
-        token: its token.
+        number: how many programs with checks were started up to this one.
+        token: the program's token.
         name: its name.
-        graph: what it computes.
+        graph: its recorded graph.
         checks: its checks.
-        lines: the user's line of each, `file:line`.
-        recorder: the thread that started it.
+        lines: the user's source line of each check, `file:line`.
+        recorder: the thread that started the program.
     """
 
     number: int
@@ -52,7 +52,7 @@ class _Started:
     recorder: Recorder
 
 
-# The programs whose tokens no read has checked yet, and the number of all with checks.
+# The programs whose tokens no read has looked at yet, and the number of all programs with checks.
 # Guarded by: `_lock`. Cleared by: forget().
 _unread: deque[_Started] = deque()
 # Guarded by: `_lock`. Cleared by: never: only the order counts.
@@ -73,22 +73,23 @@ def add(
         _unread.append(_Started(_num_started, token, name, graph, checks, lines, recorder))
         oldest = _unread[0] if len(_unread) > _MAX_UNREAD else None
         if oldest is not None:
-            # A cut must not raise for another program, so the earliest that found something stays.
+            # A cut must not raise for another program, so the earliest failure is kept.
             del _unread[int(_failed(oldest.token) is not None)]
 
 
 def stamp() -> tuple[int, Recorder] | None:
-    """What `Value.checked` is of the results of the program that this thread has just started.
+    """`Value.checked` for the results of the program that this thread has just started.
 
-    That is how many programs with checks were started so far, and by which thread; None if none.
+    That is the number of programs with checks that were started so far, and this thread; None if
+    there were none.
     """
     return (_num_started, recorders.current()) if _num_started else None
 
 
 def note_reads(leaves: Sequence[Value]) -> None:
-    """Notes that this thread's programs read these values, maybe of other threads' programs.
+    """Records that programs of this thread read these values, maybe computed by other threads.
 
-    A read in this thread then raises what was found in theirs.
+    A read in this thread then also raises the errors of the other threads' programs.
     """
     if not _num_started or recorders.is_alone():
         return
@@ -110,17 +111,16 @@ def raise_if_found(
 ) -> None:
     """Raises for the first operation of the earliest program with an index outside its dim.
 
-    Programs of other threads are left to these, unless this thread has read their results.
+    Programs of other threads raise in those threads, unless this thread has read their results.
 
     Args:
-        number: how many programs with checks must have ended, for which this waits. Of later ones,
-            those that have ended are checked too. None waits for all, also for those of threads
-            that have ended.
-        maker: the thread whose program made what is read.
-        of_all_threads: whether to look at the programs of all threads.
+        number: waits for this many programs with checks. Later programs that have ended are checked
+            too. None waits for all programs, including those of threads that have ended.
+        maker: the thread whose program computed the value that is read.
+        of_all_threads: whether to check the programs of all threads.
 
     Raises:
-        IndexRangeError: there is one. Later programs are checked by the next call.
+        IndexRangeError: an index was outside its dim. The next call checks later programs.
     """
     threads = {t for r in (recorders.current(), maker) if r is not None for t in (r, *r.sources)}
     ended: list[_Started] = []
@@ -144,10 +144,10 @@ def raise_if_found(
             # All transfers start before the first one is awaited.
             tokens = jax.device_get([program.token for program in ended])
         except jax.errors.JaxRuntimeError:
-            # A program failed. Whoever reads its results is told; the others are read one by one.
+            # A program failed, which a read of its results will raise. Read tokens one by one.
             tokens = [program.token for program in ended]
         checks = [_failed(token) for token in tokens]
-    except BaseException:  # an interruption, which loses no check
+    except BaseException:  # an interruption: all checks are kept
         with _lock:
             _unread.extendleft(reversed(ended))
         raise
@@ -161,9 +161,9 @@ def raise_if_found(
 
 
 def _failed(token: jax.Array) -> int | None:
-    """The number of the check that failed, from the token, for which it waits.
+    """The number of the check that failed, or None. Waits for the token.
 
-    None where the program itself has failed, of which its results tell.
+    None also for a program that has failed itself, which a read of its results will raise.
     """
     try:
         number = int(np.asarray(token).min())
@@ -190,9 +190,9 @@ def _describe(program: _Started, number: int) -> str:
 
 
 def _warn_at_exit() -> None:
-    """Warns of what no read has told, at the end of the process.
+    """At the end of the process, warns of failed checks that no read has raised.
 
-    Several processes do not wait for their devices then, as one of them may have failed.
+    With several processes, it does not wait for the devices, as one process may have failed.
     """
     try:
         raise_if_found(None if num_processes() == 1 else 0, of_all_threads=True)

@@ -1,4 +1,4 @@
-"""The check of a program's indices on its devices, whose token tells of the first that failed."""
+"""Checks a program's indices on the devices; the token is the first check that failed."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.graph.values import Indices
 
-# The token of a program of which no check failed.
+# The token of a program without a failed check.
 NONE_FAILED = np.iinfo(np.int32).max
-# For each dim the names of the axes that split it, the major one first; none if it is whole, or not
-# known.
+# For each dim, the names of the axes that split it, the major one first; none if the dim is
+# replicated, or its sharding is not known.
 Split = tuple[tuple[str, ...], ...]
 
 
@@ -23,9 +23,10 @@ class Check:
     """One check of a program.
 
     Attributes:
-        position: of the operation among the recorded ones.
-        accepted: which indices it accepts.
-        inside: the name of the operation that takes the indices, if the recorded one runs it.
+        position: the operation's position among the recorded operations.
+        accepted: the indices that the operation accepts.
+        inside: the name of the operation that takes the indices, if the recorded one runs it in a
+            body.
     """
 
     position: int
@@ -37,13 +38,13 @@ class Flag:
     """The token of one program: on each device, the number of its first check that failed.
 
     Attributes:
-        checks: the program's.
-        out_sharding: of the token.
+        checks: the program's checks.
+        out_sharding: the sharding of the token.
 
     Args:
-        checks: what to check.
-        splits: how each check's indices are split.
-        mesh: the program's.
+        checks: the program's checks.
+        splits: how the indices of each check are split.
+        mesh: the program's mesh.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class Flag:
         self._splits = splits
         used = {axis for split in splits for axes in split for axis in axes}
         self._mesh, self._axes = mesh, tuple(name for name in mesh.axis_names if name in used)
-        # All processes must see the same.
+        # All processes must see the same token.
         self._agrees = _num_processes_of(mesh) > 1
         spec = PartitionSpec() if self._agrees else PartitionSpec(*self._axes)
         self.out_sharding = NamedSharding(mesh, spec)
 
     def shape(self, number: int) -> tuple[int, ...]:
-        """The shape of what the check of this number finds."""
+        """The shape of the result of `look` for the check of this number."""
         own = {axis for axes in self._splits[number] for axis in axes}
         return tuple(self._mesh.shape[axis] if axis in own else 1 for axis in self._axes)
 
     def look(self, number: int, indices: jax.Array) -> jax.Array:
-        """int32: the number of a check where it failed, else the largest int."""
+        """int32: the number of the check if it failed, else the largest int32."""
         check, split = self.checks[number], self._splits[number]
         outside = self._on_each_device(_outside(indices, check.accepted), split)
         return lax.select(
@@ -74,10 +75,10 @@ class Flag:
         )
 
     def first(self, found: Sequence[jax.Array]) -> jax.Array:
-        """int32, one element for each part that the axes make; the largest int if none failed.
+        """int32, one element for each position along the axes; the largest int32 if none failed.
 
         Args:
-            found: of each check, or of several.
+            found: the result of `look` for each check, or of `first` for several.
         """
         shape = tuple(self._mesh.shape[axis] for axis in self._axes)
         first = lax.full(shape, NONE_FAILED, np.int32)
@@ -91,9 +92,9 @@ class Flag:
         return lax.reduce_min(token, range(token.ndim)) if self._agrees else token
 
     def _on_each_device(self, outside: jax.Array, split: Split) -> jax.Array:
-        """Whether any element is true, for each part; of rank `len(self._axes)`."""
+        """Whether any element is true, by position along the axes: rank `len(self._axes)`."""
         shape: list[int] = []
-        kept: dict[str, int] = {}  # where the parts of an axis stand in the shape
+        kept: dict[str, int] = {}  # the dim of each axis in the shape
         padding = []
         for dim, n in enumerate(outside.shape):
             axes = split[dim] if dim < len(split) else ()

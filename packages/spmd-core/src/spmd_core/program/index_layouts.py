@@ -1,10 +1,8 @@
-"""Follows how the indices in a graph are split over devices, from leaves and marks on.
+"""Propagates how indices are split, from inputs and marks, so that each device checks its own.
 
-Each device then checks those that it has. As for images, a layout that was guessed wrong costs that
-these are moved, and no value.
-
-Indices whose layout is not known, such as a slice of a split dim, cost one more reduction of a
-number.
+As for images, a layout that was guessed wrong costs a resharding of the indices, and changes no
+value. Indices whose layout is not known, such as a slice of a split dim, cost one more all-reduce
+of a number.
 """
 
 import math
@@ -23,7 +21,7 @@ _MAX_DEPTH = 64
 
 
 class IndexLayouts:
-    """The layouts of the values of one graph, as the program's function has them."""
+    """The layouts of the values of one graph."""
 
     def __init__(self, target: Target) -> None:
         self._target, self._mesh = target, target.mesh
@@ -47,8 +45,8 @@ class IndexLayouts:
         return self._of_operation(op, value.spec, depth)
 
     def _of_operation(self, op: Op, spec: Spec, depth: int) -> Split:
-        """The layout that an operation hands on from the first input whose shape tells it."""
-        if op.entry.traits.elements is Elements.PERMUTED:  # of which no shape tells
+        """The layout of an operation's result: that of the first input that determines it."""
+        if op.entry.traits.elements is Elements.PERMUTED:  # the shape does not show the order
             return ()
         operands = [x for x in op.operands if x.manual is None]
         for x in operands:
@@ -72,7 +70,7 @@ class IndexLayouts:
         return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
     def _of_shape(self, split: Split, spec: Spec) -> Split:
-        """Without the axes of dims of one element, which are whole."""
+        """Without the axes of dims of one element, which are replicated."""
         return tuple(axes if n > 1 else () for axes, n in zip(split, spec.shape))
 
 
@@ -85,16 +83,16 @@ def reshaped(
     """How the result of a reshape is split: a dim's axes go to the first dim that it becomes.
 
     Args:
-        split: of the operand.
-        before: its shape.
+        split: how the operand is split.
+        before: the operand's shape.
         after: the result's shape.
-        size: the number of parts that axes make.
+        size: returns the number of positions along some axes.
     """
     if not any(split):
         return ()
-    whole: tuple[str, ...] = ()
-    own = [*split, *[whole] * (len(before) - len(split))]
-    result = [whole] * len(after)
+    no_axes: tuple[str, ...] = ()
+    own = [*split, *[no_axes] * (len(before) - len(split))]
+    result = [no_axes] * len(after)
     i = j = 0
     while i < len(before) and j < len(after):
         first, start = i, j

@@ -1,9 +1,9 @@
-"""Finds the indices in a graph that are to be checked: all but those known to lie in their dim.
+"""Finds the indices in a graph that must be checked: all but those known to lie in their dim.
 
-Known are positions that an operation made (`argmax`, `topk`, `sort`, `arange`, `randint`), and what
-an earlier operation of the same graph has checked: a backward writes where its forward has read,
-and a checkpoint's recomputation reads again. Operations that only move or choose elements are seen
-through.
+Known are positions that an operation computes (`argmax`, `topk`, `sort`, `arange`, `randint`), and
+indices that an earlier operation of the same graph has checked: a backward writes where its forward
+has read, and a recomputation reads the same places again. Operations that only move or select
+elements are looked through.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.index_flag import Check
 from spmd_core.program.ir import Graph, Op, Ref
 
-# Between these dtypes, a cast keeps every index of a dim that a device can hold.
+# Casts between these dtypes keep every index into a dim that fits a device.
 _WIDE = (torch.int32, torch.int64)
 
 
@@ -39,7 +39,7 @@ def needed(graph: Graph) -> list[tuple[Check, Op, Ref]]:
 
 
 def _origin(value: Ref) -> Ref:
-    """The value that an index was rearranged from; a mark tells a layout, so it ends there."""
+    """The value from which an index was rearranged, up to a mark, whose layout is known."""
     while isinstance(op := value.producer, Op):
         if op.entry.sharding is not None:
             break
@@ -51,7 +51,7 @@ def _origin(value: Ref) -> Ref:
 
 
 def _is_known(value: Ref, accepted: Indices, known: Mapping[Ref, list[Indices]]) -> bool:
-    """Whether each element of a value is known to be accepted, or to have been reported."""
+    """Whether each element of a value is known to be accepted, or was checked before."""
     while True:
         if any(_implies(other, accepted) for other in known.get(value, ())):
             return True
@@ -78,7 +78,7 @@ def _source(op: Op, result: int, elements: Elements) -> Ref | None:
 
 
 def _implies(known: Indices, wanted: Indices) -> bool:
-    """Whether what one rule accepts, the other one does."""
+    """Whether all indices that one rule accepts are accepted by the other."""
     return (
         wanted.low <= known.low
         and known.high <= wanted.high

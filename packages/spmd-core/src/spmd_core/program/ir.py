@@ -1,9 +1,9 @@
-"""The graph that passes rewrite: operations that name their operands, in the order of lowering.
+"""The intermediate representation that passes rewrite: a list of operations in lowering order.
 
-It is made from a recorded graph (`program_graph`), whose operations have numbers for names. Here an
-operation refers to its operands themselves, so that a pass can insert, move and drop operations.
-An operation does not change once it is made: a pass walks over a graph with a `Rewriter` and makes
-another one, which shares with it what stays the same.
+It is made from a recorded graph (`program_graph`), whose operations refer to values by number. Here
+an operation refers to its operands as objects, so that a pass can insert, move and drop operations.
+Operations are immutable: a pass walks over a graph with a `Rewriter` and makes another graph, which
+shares unchanged operations with the first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ from spmd_core.source_lines import Origin
 
 
 class Source(NamedTuple):
-    """The recorded operation that an operation is, or that it was made for.
+    """The recorded operation from which an operation stems.
 
     Attributes:
-        name: the operation's name, such as `aten::mm`.
-        position: among the recorded operations.
-        origin: the user's line; None where it was not recorded.
+        name: the recorded operation's name, such as `aten::mm`.
+        position: its position among the recorded operations.
+        origin: the user's source line; None if it was not recorded.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Input:
     """An input of the program.
 
     Attributes:
-        leaf: its spec and placement.
-        number: its position among the inputs.
+        leaf: the spec and placement.
+        number: the position among the inputs.
     """
 
     __slots__ = ("leaf", "number")
@@ -62,11 +62,12 @@ class Op:
         entry: what it computes.
         operands: the values that it reads.
         scalars: the positions of its scalar inputs among those of the program.
-        source: where it comes from, after which it is named in the lowered program.
+        source: the recorded operation from which it stems, and after which it is named in the
+            lowered program.
         manuals: for each result, the manual region that it is local to, or None.
-        hint: the layout that its kernel needs to know, if one was found.
-        bodies: the subgraphs that it runs, as graphs; their inputs are without a known layout, and
-            their scalar inputs are counted from 0 in each of them.
+        hint: a layout for its kernel, if a pass found one.
+        bodies: the subgraphs that it runs, as graphs. The layouts of their inputs are not known,
+            and their scalar inputs are counted from 0 in each of them.
     """
 
     __slots__ = ("bodies", "entry", "hint", "manuals", "operands", "scalars", "source")
@@ -100,9 +101,9 @@ class Op:
         return tuple(Ref(self, i) for i in range(len(self.entry.outs)))
 
     def source_of_elements(self, most: Elements) -> "Ref | None":
-        """The operand whose elements the results have; None if they have less of them than `most`.
+        """The operand from which the results take their elements, maybe converted to another dtype.
 
-        A result of another dtype has them converted.
+        None if the results take them in a weaker sense than `most` (see `Elements`).
         """
         traits = self.entry.traits
         return self.operands[traits.source] if traits.elements <= most else None
@@ -115,7 +116,7 @@ class Op:
 
     @property
     def is_inserted(self) -> bool:
-        """Whether a pass made it, with a kernel that takes arrays as they are."""
+        """Whether a pass inserted it, as an `InsertedEntry`."""
         return isinstance(self.entry, InsertedEntry)
 
 
@@ -147,15 +148,15 @@ class Ref(NamedTuple):
 class InsertedEntry(Entry):
     """An operation that only passes insert.
 
-    Its kernel is lowered without the partitioner's rules, and takes what is local to a region as it
-    is: one array, with a first dim for the devices.
+    Its kernel is lowered without the rules for the partitioner. It takes a value that is local to a
+    manual region as one array with an additional first dim for the devices.
     """
 
     __slots__ = ()
 
 
 class BarrierEntry(InsertedEntry):
-    """A barrier: whoever reads one of its results waits for all operands, which are its results."""
+    """A barrier: its results are its operands; a reader of one result waits for all operands."""
 
     __slots__ = ()
 
@@ -165,12 +166,12 @@ class Graph:
     """A program while it is lowered.
 
     Attributes:
-        recorded: the graph that was recorded, with the placements of its results.
-        inputs: the program's.
-        ops: the operations; each stands behind those whose results it reads.
+        recorded: the recorded graph, with the placements of its results.
+        inputs: the program's inputs.
+        ops: the operations; each comes after those whose results it reads.
         outputs: the values that the program returns.
-        flag: what the program checks of its indices.
-        checked: what the operations that check them found.
+        flag: the program's index checks; None without any.
+        checked: the results of the operations that check indices.
     """
 
     recorded: program_graph.RecordedGraph
@@ -182,7 +183,7 @@ class Graph:
 
     @staticmethod
     def of(recorded: program_graph.RecordedGraph) -> "Graph":
-        """A recorded graph.
+        """The graph of a recorded graph, before any pass.
 
         Raises:
             ProgramError: an operation takes tensors of different manual regions, or a region's mesh
@@ -224,7 +225,7 @@ class Graph:
 
     @property
     def out_placements(self) -> tuple[Placement | None, ...]:
-        """Where the results lie; None where the partitioner chooses."""
+        """The placements of the results; None for those that the partitioner chooses."""
         return tuple(
             output.placement if value.manual is None else regions.placement(value.manual)
             for output, value in zip(self.recorded.outputs, self.outputs)
@@ -238,7 +239,7 @@ class Graph:
                 yield from body.all_ops()
 
     def users(self) -> dict[Ref, list[Op]]:
-        """The operations that read each value, once for each operand that it is."""
+        """The readers of each value; an operation that reads it twice is listed twice."""
         found: dict[Ref, list[Op]] = {}
         for op in self.ops:
             for operand in op.operands:
@@ -246,7 +247,7 @@ class Graph:
         return found
 
     def with_hints(self, hints: Mapping[Op, registry.Hint]) -> "Graph":
-        """The graph with the layouts that some operations' kernels need to know."""
+        """The graph with these hints on its operations; itself if there are none."""
         if not hints:
             return self
         rewriter = Rewriter(self)
@@ -255,11 +256,11 @@ class Graph:
         return rewriter.graph()
 
     def check(self) -> None:
-        """Asserts what holds for every graph, whichever passes have rewritten it."""
+        """Asserts the invariants that hold after every pass."""
         known: set[Ref] = {Ref(x) for x in self.inputs}
         for op in self.ops:
             name = f"{op.entry.name} (of operation {op.source.position}, {op.source.name})"
-            assert known.issuperset(op.operands), f"{name} reads what is computed behind it"
+            assert known.issuperset(op.operands), f"{name} reads a value that is computed after it"
             assert len(op.scalars) == len(op.entry.number_kinds), f"{name} lacks scalar inputs"
             assert len(op.manuals) == len(op.entry.outs), f"{name} has other results"
             if op.entry.sharding is not None:
@@ -279,7 +280,7 @@ class Graph:
             assert same, f"a result of {output.spec!r} is computed as {value.spec!r}"
 
     def text(self) -> str:
-        """One operation a line: its operands, its results, its mark or hint, its source line."""
+        """One line for each operation: operands, results, mark or hint, and source line."""
         return "\n".join(_lines(self)) + "\n"
 
 
@@ -287,8 +288,8 @@ class Graph:
 class Rewriter:
     """Makes a graph from another one in a walk over its operations.
 
-    Each operation of the old graph is kept or left out, in order, and new ones are added between.
-    Those that follow read what stands for an old value at that point.
+    Each operation of the old graph is kept or left out, in order, and new ones are added between
+    them. A later operation that reads an old value reads its current replacement.
     """
 
     old: Graph
@@ -297,11 +298,11 @@ class Rewriter:
     _now: dict[Ref, Ref] = field(default_factory=dict)
 
     def now(self, value: Ref) -> Ref:
-        """What stands for a value of the old graph."""
+        """The current replacement of a value of the old graph."""
         return self._now.get(value, value)
 
     def replace(self, value: Ref, by: Ref) -> None:
-        """From here on, whoever read a value of the old graph reads another one."""
+        """From here on, readers of a value of the old graph read another value."""
         self._now[value] = by
 
     def add(
@@ -313,7 +314,7 @@ class Rewriter:
         manuals: tuple[Manual | None, ...] | None = None,
         scalars: tuple[int, ...] = (),
     ) -> Op:
-        """A new operation, which reads values of the new graph."""
+        """Adds a new operation, which reads values of the new graph."""
         op = Op(entry, operands, source, manuals=manuals, scalars=scalars)
         self.ops.append(op)
         return op
@@ -326,13 +327,13 @@ class Rewriter:
         hint: registry.Hint | None = None,
         bodies: tuple[Graph, ...] | None = None,
     ) -> Op:
-        """An operation of the old graph; its results stand for the old ones.
+        """Adds an operation of the old graph; its results replace the old ones.
 
         Args:
             op: the operation.
-            operands: values of the new graph; by default what stands for its own.
-            hint: the layout that its kernel needs to know; by default its own.
-            bodies: what it runs; by default its own.
+            operands: values of the new graph; by default the replacements of its operands.
+            hint: a layout for its kernel; by default its own hint.
+            bodies: the subgraphs that it runs; by default its own.
         """
         given = tuple(map(self.now, op.operands)) if operands is None else tuple(operands)
         kept = op
@@ -352,14 +353,14 @@ class Rewriter:
         return kept
 
     def wait(self, values: Sequence[Ref], source: Source) -> tuple[Ref, ...]:
-        """Values of the new graph behind a barrier: whoever reads one waits for all."""
+        """Adds a barrier for values of the new graph, and returns its results."""
         specs = tuple(value.spec for value in values)
         entry = BarrierEntry(BARRIER, _barrier, specs)
         manuals = tuple(value.manual for value in values)
         return self.add(entry, values, source, manuals=manuals).results
 
     def graph(self) -> Graph:
-        """The new graph, without the operations whose results nobody reads."""
+        """The new graph, without operations whose results are not read."""
         outputs = tuple(map(self.now, self.old.outputs))
         checked = (*map(self.now, self.old.checked), *self.checked)
         read: set[Op | Input] = {value.producer for value in (*outputs, *checked)}
@@ -401,7 +402,7 @@ def _unchanged(context: registry.Context, inputs: Any, numbers: Any) -> Any:
 
 
 def mark(spec: Spec, sharding: Sharding, along: tuple[int, ...] | None) -> Entry:
-    """A mark that a pass makes; see `Entry` for its parts."""
+    """A mark that a pass inserts; for the arguments see `Entry`."""
     name = MARK_SHARDING if along is None else MARK_ALONG
     return Entry(name, _unchanged, (spec,), sharding=sharding, along=along, traits=SAME)
 
@@ -409,12 +410,12 @@ def mark(spec: Spec, sharding: Sharding, along: tuple[int, ...] | None) -> Entry
 def inserted(
     name: str, function: Callable[[list[jax.Array]], jax.Array], spec: Spec
 ) -> InsertedEntry:
-    """An operation that passes insert, with one result."""
+    """An operation that a pass inserts, with one result."""
     return InsertedEntry(name, lambda context, inputs, numbers: [function(inputs)], (spec,))
 
 
-def behind_barriers(value: Ref) -> Ref:
-    """A value, or what it is before the barriers that passes inserted."""
+def before_barriers(value: Ref) -> Ref:
+    """A value; for the result of a barrier that a pass inserted, the barrier's operand."""
     while isinstance(value.producer, Op) and isinstance(value.producer.entry, BarrierEntry):
         value = value.producer.operands[value.result]
     return value

@@ -10,7 +10,7 @@ import math
 
 from spmd_core.ops.kernels.blocks import apart
 from spmd_core.ops.kernels.traits import Compared, Elements
-from spmd_core.program.ir import Graph, Op, Ref, Rewriter, behind_barriers, inserted
+from spmd_core.program.ir import Graph, Op, Ref, Rewriter, before_barriers, inserted
 from spmd_core.program.target import Target
 
 
@@ -40,7 +40,7 @@ def _stored(graph: Graph) -> set[Ref]:
     seen: set[Ref] = set()
     pending = [x for op in graph.ops if _is_exact(op) for x in op.operands]
     while pending:
-        value = behind_barriers(pending.pop())
+        value = before_barriers(pending.pop())
         if value.op is None or value in seen:
             continue
         seen.add(value)
