@@ -95,3 +95,27 @@ def test_log_probabilities_are_floats(dtype):
     for device, message in (("cpu", "not implemented"), ("xla", r"got torch.*result of log_soft")):
         with pytest.raises(NotImplementedError, match=message):
             F.ctc_loss(x.to(dtype).to(device), targets.to(device), (9, 7, 9, 8), (4, 2, 0, 4))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(
+    ("input_lengths", "target_lengths", "joined"),
+    [
+        ((9, 7, 10, 8), (4, 2, 0, 4), False),
+        ((9, -1, 9, 8), (4, 2, 0, 4), False),
+        ((9, 7, 9, 8), (4, 2, 0, 5), False),
+        ((9, 7, 9, 8), (4, 2, 0, -4), False),
+        ((9, 7, 9, 8), (4, 2, 1, 4), True),
+        ((9, 7, 9, 8), (4, 2, 0, 3), True),
+        ((9.0, 7.0, 9.0, 8.0), (4, 2, 0, 4), False),
+        ((9, 7, 9, 8), (True, True, False, True), False),
+    ],
+)
+def test_lengths_that_no_sequence_has(input_lengths, target_lengths, joined, on_host):
+    x, targets = log_probs(torch.float32), TARGETS.flatten()[:10] if joined else TARGETS
+    lengths = input_lengths, target_lengths
+    if on_host or not all(type(n) is int for both in lengths for n in both):
+        lengths = tuple(map(torch.tensor, lengths))
+    for device in ("cpu", "xla"):
+        with pytest.raises(RuntimeError, match=r"_lengths (must|to have)|Expected tensor to have"):
+            F.ctc_loss(x.to(device), targets.to(device), *lengths)

@@ -326,13 +326,43 @@ def ctc_loss(
 ) -> torch.Tensor:
     """`aten::ctc_loss` with the lengths as tensors on the device.
 
-    The lengths may be lists or tensors on the CPU. On the device they are inputs of the program, so
-    that other lengths compile nothing.
+    The lengths may be lists or tensors on the CPU, whose values are checked. On the device they are
+    inputs of the program, so that other lengths compile nothing.
+
+    Raises:
+        RuntimeError: a length is no whole number, or one that no sequence has, as in torch.
     """
+    for name, given in (("input_lengths", input_lengths), ("target_lengths", target_lengths)):
+        _check_lengths(name, torch.as_tensor(given), log_probs, targets)
     lengths = [torch.as_tensor(x).to(log_probs.device) for x in (input_lengths, target_lengths)]
     return aten.ctc_loss.Tensor.decompose(
         log_probs, targets, *lengths, blank, reduction, zero_infinity
     )
+
+
+def _check_lengths(
+    name: str, lengths: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """Of `ctc_loss`, in torch's words; values that only the device knows are not read."""
+    kind = lengths.dtype
+    if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+        raise RuntimeError(f"{name} must be integral; got {kind}. Pass {name}.long().")
+    if type(lengths) is not torch.Tensor or lengths.device.type != "cpu" or not lengths.numel():
+        return
+    is_joined = name == "target_lengths" and targets.dim() == 1  # one target after the other
+    most = log_probs.shape[0] if name == "input_lengths" else targets.shape[-1]
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > most:
+        rule = "at least 0" if low < 0 else f"at most {most}"
+        raise RuntimeError(
+            f"Expected {name} to have value {rule}, but got value {low if low < 0 else high}. Pass "
+            "each sequence's own length, without its padding."
+        )
+    if is_joined and int(lengths.sum()) != most:
+        raise RuntimeError(
+            f"Expected target_lengths to have the sum {most}, the number of joined targets, but "
+            f"got {int(lengths.sum())}. Pass the length of each target."
+        )
 
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
