@@ -12,6 +12,7 @@
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
     ├── ControlFlowError     (RuntimeError)              what a loop runs cannot run on the device
+    ├── CaptureError         (RuntimeError)              a step does more than its program repeats
     ├── ProcessError         (RuntimeError)              processes of one program went apart
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
@@ -71,6 +72,10 @@ class ProgramError(SpmdError, RuntimeError):
 
 class ControlFlowError(SpmdError, RuntimeError):
     """What a loop or a branch runs reads on the host, writes outside, or is asked for too much."""
+
+
+class CaptureError(SpmdError, RuntimeError):
+    """A captured step depends on, or changes, more than its program would repeat."""
 
 
 class ProcessError(SpmdError, RuntimeError):

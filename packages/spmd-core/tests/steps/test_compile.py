@@ -7,7 +7,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.dispatch import eager
-from spmd_core.program import compile_cache, execution
+from spmd_core.program import compile_cache, cut_guard
 from spmd_core.steps import closures, compile
 
 pytestmark = pytest.mark.one_device
@@ -47,7 +47,7 @@ def test_a_decorated_function():
     )
     assert halved(x).tolist() == [0.5, 0.5]
     assert spmd.metrics.programs()[-1].name.startswith("halve_it_1ops")
-    assert execution.this_thread.cut_guard is None
+    assert cut_guard.this_thread.cut_guard is None
 
 
 def test_full_graph_names_the_line_and_loses_nothing():
@@ -101,7 +101,7 @@ def test_a_nested_region_keeps_the_promise_of_the_outer_one():
         spmd.errors.ProgramError, match="nothing is executed inside the region 'outer'"
     ):
         outer()
-    assert kept[0].tolist() == [2, 2, 2] and execution.this_thread.cut_guard is None
+    assert kept[0].tolist() == [2, 2, 2] and cut_guard.this_thread.cut_guard is None
 
 
 def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monkeypatch):
@@ -175,7 +175,7 @@ def test_an_exception_passes_and_computes_nothing():
     with suppress(KeyError), compile.compile():
         kept.append(x + 1)
         raise KeyError("passes")
-    assert executions() == before and execution.this_thread.cut_guard is None
+    assert executions() == before and cut_guard.this_thread.cut_guard is None
     assert kept[0].tolist() == [2, 2, 2]
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_a_region():
         region.__enter__()
     with region:
         y = torch.ones(1).to("xla") + 1
-    assert execution.this_thread.cut_guard is None and y.tolist() == [2]
+    assert cut_guard.this_thread.cut_guard is None and y.tolist() == [2]
 
 
 def test_a_function_that_calls_itself():
@@ -228,7 +228,7 @@ def test_a_function_that_calls_itself():
 
     assert (
         descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4]
-        and execution.this_thread.cut_guard is None
+        and cut_guard.this_thread.cut_guard is None
     )
 
 

@@ -9,7 +9,7 @@ from state import reset
 
 import spmd_core as spmd
 from spmd_core.dispatch.eager import is_eager_mode
-from spmd_core.program import execution
+from spmd_core.program import cut_guard
 from spmd_core.steps import closures
 
 sys.path.append(str(Path(__file__).parents[4] / "scripts"))
@@ -58,9 +58,9 @@ def test_reset_takes_back_what_a_test_set():
     spmd.eager_mode(True)
     spmd.add_step_closure(lambda: None)
     (torch.ones(2, device="xla") * 3).cpu()
-    execution.this_thread.cut_guard = object()
+    cut_guard.this_thread.cut_guard = object()
     reset()
     assert spmd.config.max_programs == before and spmd.config.compiler_options == {}
     assert spmd.get_global_mesh() is None and not is_eager_mode()
-    assert not closures._waiting and execution.this_thread.cut_guard is None
+    assert not closures._waiting and cut_guard.this_thread.cut_guard is None
     assert spmd.metrics.counter("cuts") == 0

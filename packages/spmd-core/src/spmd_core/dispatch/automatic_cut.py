@@ -21,7 +21,7 @@ from spmd_core.dispatch import router
 from spmd_core.graph import recorders, repetition, storage
 from spmd_core.graph.recorders import Recorder
 from spmd_core.graph.values import Entry, Value, take_serial
-from spmd_core.program import execution, planning
+from spmd_core.program import cut_guard, execution, planning
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 # A graph of fewer operations is never cut, whatever it repeats.
@@ -104,7 +104,7 @@ def _on_pending_block(recorder: Recorder) -> None:
         and watch.blocks > watch.usual_blocks
         and not watch.is_on
         and _installed() in (router.route, _watch_and_cut)
-        and execution.this_thread.cut_guard is None
+        and cut_guard.this_thread.cut_guard is None
     ):
         # No cut in the middle of an operation: some of its values have no tensor yet.
         watch.is_on = True
@@ -146,7 +146,7 @@ def _watch_and_cut(
 
 
 def _cut_if_due(recorder: Recorder, watch: _Watch) -> None:
-    if recorder.num_cuts != watch.cuts or execution.this_thread.cut_guard is not None:
+    if recorder.num_cuts != watch.cuts or cut_guard.this_thread.cut_guard is not None:
         _stop(watch)
         return
     watch.calls += 1

@@ -1,11 +1,9 @@
 """The cut: computes all pending tensors that are still referenced, in one program."""
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import torch
@@ -25,8 +23,10 @@ from spmd_core.program import (
     index_checks,
     initial_state,
     planned_program,
+    start,
     verification,
 )
+from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -42,44 +42,11 @@ from spmd_core.program.refused_reads import refuse_inside, refuse_stand_in
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
+Result = TypeVar("Result")
 # Context managers around the cut that ends a step; they are exited even if the cut fails. Modules
 # of upper layers register here to take part in every step.
 # Guarded by: imports. Cleared by: never.
 around_step: list[Callable[[], AbstractContextManager[None]]] = []
-
-
-@dataclass(frozen=True)
-class CutGuard:
-    """What a region of the user's program (`steps.compile`) requires of the cuts inside it.
-
-    Attributes:
-        label: the prefix of the names of programs that are compiled inside.
-        before_cut: called before a cut; if it raises, everything stays pending.
-        before_program: called with the program's key, before the program is looked up or compiled;
-            if it raises, the cut has failed.
-        after_program: called with the same key once the program is compiled; not called for a
-            program that cannot be compiled.
-    """
-
-    label: str
-    before_cut: Callable[[], None]
-    before_program: Callable[[compile_cache.Key], None]
-    after_program: Callable[[compile_cache.Key], None]
-
-
-class _ThreadState(threading.local):
-    """The state of a thread on which its cuts depend.
-
-    Attributes:
-        cut_guard: set and reset by the region (`steps.compile`); None outside of any region.
-    """
-
-    cut_guard: CutGuard | None = None
-
-
-# What a region of `compile` requires of the cuts of its thread.
-# Guarded by: thread-local storage. Cleared by: the end of the region.
-this_thread = _ThreadState()
 
 
 def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
@@ -226,11 +193,16 @@ def _is_deleted(value: Value) -> bool:
 
 def end_step(*, wait: bool = False) -> None:
     """The cut that ends a step: `cut` inside the context managers of `around_step`."""
+    in_step(lambda: cut(wait=wait))
+
+
+def in_step(run: Callable[[], Result]) -> Result:
+    """What `run()` returns, which starts a step's program, inside those of `around_step`."""
     counters.count("steps")
     with ExitStack() as stack:
         for enter in around_step:
             stack.enter_context(enter())
-        cut(wait=wait)
+        return run()
 
 
 def _execute(live: list[Storage], *, donates: bool = True) -> None:
@@ -241,7 +213,9 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         donates: whether no other pending operation reads the same leaves, so that this program may
             take over their buffers.
     """
-    planned = plan(live, label=_program_label(), donates=donates)
+    guard = this_thread.cut_guard
+    names_origins = guard is None or guard.names_origins
+    planned = plan(live, label=_program_label(), donates=donates, names_origins=names_origins)
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
     read = [*leaves, *planned.state.sources]
@@ -255,9 +229,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             )
     if this_thread.cut_guard is not None:
         this_thread.cut_guard.before_program(planned.key)
-    floats = [x for x in numbers if x.__class__ is float]
-    ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
-    complexes = [x for x in numbers if x.__class__ is complex]
+    floats, ints, complexes = start.by_kind(numbers)
     program: Program | PlannedProgram | None
     if abstract.run() is not None:
         program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
@@ -286,13 +258,9 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    index_checks.note_reads(read)
-    # Not any later: the data that was donated to the program would be lost.
-    interrupts.raise_deferred()
     lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
-    results = program.run(floats, ints, complexes, arrays, lines)
+    results = start.start(program, read, arrays, (floats, ints, complexes), lines)
     checked = index_checks.stamp()
-    counters.count("executions")
     is_verified = config.verify_programs and len(planned.key.device_ids) > 1
     if is_verified and isinstance(program, Program):
         verification.verify(program, (floats, ints, complexes), arrays, results)
@@ -307,6 +275,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     if checked is not None:
         for storage in (*live, *planned.state.held):
             storage.value.checked = checked
+    if guard is not None and guard.after_start is not None and isinstance(program, Program):
+        guard.after_start(planned, program)
 
 
 def _program_label() -> str:

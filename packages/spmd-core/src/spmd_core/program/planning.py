@@ -86,7 +86,9 @@ class CutPlan:
         return compile_cache.get(self.key, self.graph, self.name)
 
 
-def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> CutPlan:
+def plan(
+    live: list[Storage], *, label: str = "spmd", donates: bool = True, names_origins: bool = True
+) -> CutPlan:
     """The program that computes these pending storages.
 
     Args:
@@ -94,6 +96,7 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
         label: the prefix of the program's name.
         donates: whether leaves may be donated to this program: no other pending operation reads
             them.
+        names_origins: whether the program names its operations' lines, where they are known.
     """
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
@@ -156,7 +159,7 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> C
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         tuple(donated),
         device_ids,
-        _origins(nodes) if source_lines.is_used() else (),
+        _origins(nodes) if names_origins and source_lines.is_used() else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )

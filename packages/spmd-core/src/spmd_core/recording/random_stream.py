@@ -29,17 +29,22 @@ def draw(generator: torch.Generator | None = None) -> int:
     """A seed in [0, 2**63 - 1) from `generator`, or from torch's default generator."""
     # In place, on an existing tensor: `with torch.device(...)` and other modes do not affect it.
     with lock:
-        return int(_cell.random_(0, _MAX, generator=generator))
+        seed = int(_cell.random_(0, _MAX, generator=generator))
+    if position.draws is not None:
+        position.draws.append((generator, seed))
+    return seed
 
 
 class _Position(threading.local):
-    """What random operations of a thread mix into their keys beside the seed.
+    """What random operations of a thread mix into their keys beside the seed, and who listens.
 
     Attributes:
         tensor: a 0-dim integer tensor that is local to a manual region; None outside of `mixing`.
+        draws: gets each seed that is drawn, behind its generator; None outside of `listening`.
     """
 
     tensor: torch.Tensor | None = None
+    draws: list[tuple[torch.Generator | None, int]] | None = None
 
 
 # What random operations mix into their keys.
@@ -62,3 +67,22 @@ def mixing(tensor: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         position.tensor = around
+
+
+@contextmanager
+def listening() -> Iterator[list[tuple[torch.Generator | None, int]]]:
+    """Yields a list of the seeds that this thread draws inside, each behind its generator."""
+    around, position.draws = position.draws, []
+    try:
+        yield position.draws
+    finally:
+        position.draws = around
+
+
+def advanced(state: torch.Tensor, number: int) -> torch.Tensor:
+    """The state of torch's default generator after so many seeds were drawn from a given state."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    for _ in range(number):
+        torch.empty((), dtype=torch.int64).random_(0, _MAX, generator=generator)
+    return generator.get_state()

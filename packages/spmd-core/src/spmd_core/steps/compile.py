@@ -10,10 +10,13 @@ from typing import Any, TypeVar, overload
 from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
-from spmd_core.program import compile_cache, execution
+from spmd_core.program import compile_cache, cut_guard, execution
 from spmd_core.program.compile_cache import Key
-from spmd_core.program.execution import CutGuard
+from spmd_core.program.cut_guard import CutGuard
+from spmd_core.program.planning import CutPlan
+from spmd_core.program.program import Program
 from spmd_core.source_lines import user_line
+from spmd_core.steps.capture.captured import Captured
 
 F = TypeVar("F", bound=Callable[..., Any])
 # By region name, for regions with `max_different_graphs`: the keys of the programs that ran.
@@ -23,7 +26,12 @@ _keys_of_name: dict[str, list[Key]] = {}
 
 @overload
 def compile(
-    f: F, *, full_graph: bool = ..., name: str | None = ..., max_different_graphs: int | None = ...
+    f: F,
+    *,
+    full_graph: bool = ...,
+    name: str | None = ...,
+    max_different_graphs: int | None = ...,
+    capture: bool = ...,
 ) -> F: ...
 @overload
 def compile(
@@ -32,6 +40,7 @@ def compile(
     full_graph: bool = ...,
     name: str | None = ...,
     max_different_graphs: int | None = ...,
+    capture: bool = ...,
 ) -> "StepProgram": ...
 @checked()
 def compile(
@@ -40,13 +49,24 @@ def compile(
     full_graph: bool = False,
     name: str | None = None,
     max_different_graphs: int | None = None,
+    capture: bool = False,
 ) -> Any:
     """A function or a block whose operations become one program.
 
     The step ends, as with `sync()`, before the region and after it; eager mode is off inside. Use
-    it as `compile(f)`, as a decorator with or without arguments, or as `with compile():`. Nothing
-    is traced or captured: the Python code runs each time. Does not wait for the device. If an
-    exception leaves the region, the operations that it recorded stay pending.
+    it as `compile(f)`, as a decorator with or without arguments, or as `with compile():`. Does not
+    wait for the device. If an exception leaves the region, the operations that it recorded stay
+    pending.
+
+    Without `capture`, the Python code runs each time. With it, calls of a function run the program
+    of earlier ones, without Python's recording, once two calls in a row agree: they start the same
+    program, and its inputs come from the same places. Arguments, parameters, buffers, the
+    optimizer's state and random seeds are those of each call. Before each such call, all that the
+    function reaches by closures, globals, attributes and arguments is compared; a call to which
+    anything is new is recorded again: another shape or sharding, `model.eval()`, another parameter,
+    another number. A number that an optimizer keeps in its `param_groups`, such as a learning rate
+    that a scheduler sets, is read at each call. Tensors of the CPU among the arguments are moved to
+    the device. What the function returns is detached.
 
     Args:
         f: the function, or None.
@@ -56,8 +76,14 @@ def compile(
             the function's name.
         max_different_graphs: how many different programs may run under the name. The programs of a
             step usually stay the same after its first two or three calls.
+        capture: whether calls that agree are replayed; it implies `full_graph`, and needs a
+            function.
 
     Raises:
+        CaptureError: with `capture`, when a call is recorded: it does what no replay would do
+            (prints, draws random numbers on the host, changes what it reaches, keeps a tensor that
+            it made), a number varies that no `param_groups` has, or calls never come to agree. The
+            call itself is complete.
         ProgramError: when the region runs: a program was executed in spite of `full_graph`, or more
             than `max_different_graphs` different programs were needed.
         ValueError: `max_different_graphs` is not positive, or there is neither a name nor a
@@ -83,9 +109,11 @@ def compile(
             "Write for instance name='train'."
         )
     region = StepProgram(
-        full_graph=full_graph, name=name, max_different_graphs=max_different_graphs
+        full_graph=full_graph or capture, name=name, max_different_graphs=max_different_graphs
     )
-    return region if f is None else region(f)
+    if not capture:
+        return region if f is None else region(f)
+    return region.captured if f is None else region.captured(f)
 
 
 def step() -> "StepProgram":
@@ -108,6 +136,7 @@ class StepProgram(ContextDecorator):
             )
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
+        self._after_start: Callable[[CutPlan, Program], None] | None = None
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call needs its own region.
@@ -116,6 +145,22 @@ class StepProgram(ContextDecorator):
         )
 
     def __call__(self, f: F) -> F:
+        return super(StepProgram, self._named(f)).__call__(f)
+
+    def captured(self, f: Callable[..., Any]) -> Captured:
+        """The function whose calls are recorded in this region, and then replayed."""
+        named = self._named(f)
+
+        def region(run: Callable[[], None], after_start: Callable[[CutPlan, Program], None]) -> None:
+            own = named._recreate_cm()
+            own._after_start = after_start
+            with own:
+                run()
+
+        return Captured(f, region)
+
+    def _named(self, f: Callable[..., Any]) -> "StepProgram":
+        """The region with the function's name, if it has none."""
         if (
             inspect.isgeneratorfunction(f)
             or inspect.iscoroutinefunction(f)
@@ -126,10 +171,9 @@ class StepProgram(ContextDecorator):
                 f"got {f.__qualname__}, which runs in pieces. Write `with compile():` inside."
             )
         name = self._name or getattr(f, "__qualname__", type(f).__name__)
-        named = StepProgram(
+        return StepProgram(
             full_graph=self._full_graph, name=name, max_different_graphs=self._max_graphs
         )
-        return super(StepProgram, named).__call__(f)
 
     def __enter__(self) -> None:
         if self._max_graphs is not None and self._name is None:
@@ -145,10 +189,15 @@ class StepProgram(ContextDecorator):
         self._was_eager = eager.is_eager_mode()
         execution.end_step()
         eager.eager_mode(False)
-        self._outer_guard, self._is_inside = execution.this_thread.cut_guard, True
+        self._outer_guard, self._is_inside = cut_guard.this_thread.cut_guard, True
         label = re.sub(r"\W+", "_", self._name or "spmd").strip("_")
-        execution.this_thread.cut_guard = CutGuard(
-            label or "spmd", self._check_cut, self._check_program, self._count_program
+        cut_guard.this_thread.cut_guard = CutGuard(
+            label or "spmd",
+            self._check_cut,
+            self._check_program,
+            self._count_program,
+            self._after_start,
+            names_origins=self._after_start is None,
         )
 
     def __exit__(
@@ -162,7 +211,7 @@ class StepProgram(ContextDecorator):
             if kind is None:
                 execution.end_step()
         finally:
-            execution.this_thread.cut_guard = self._outer_guard
+            cut_guard.this_thread.cut_guard = self._outer_guard
             eager.eager_mode(self._was_eager)
 
     def _check_cut(self) -> None:
@@ -226,12 +275,12 @@ def allow_execution(allow: bool) -> None:
         SpmdError: called inside a region of `compile`, which has its own `full_graph`.
         ProgramError: later, at the line that needs a value.
     """
-    if execution.this_thread.cut_guard not in (None, _NO_EXECUTION):
+    if cut_guard.this_thread.cut_guard not in (None, _NO_EXECUTION):
         raise SpmdError(
             "a region says itself whether it may execute; got allow_execution inside one. "
             "Use compile(full_graph=True)."
         )
-    execution.this_thread.cut_guard = None if allow else _NO_EXECUTION
+    cut_guard.this_thread.cut_guard = None if allow else _NO_EXECUTION
 
 
 def _refuse_execution() -> None:

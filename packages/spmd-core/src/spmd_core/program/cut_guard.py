@@ -1,0 +1,49 @@
+"""What a region of the user's program, such as `steps.compile`, requires of the cuts inside it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmd_core.program.compile_cache import Key
+from spmd_core.program.planning import CutPlan
+from spmd_core.program.program import Program
+
+
+@dataclass(frozen=True)
+class CutGuard:
+    """What a region of the user's program (`steps.compile`) requires of the cuts inside it.
+
+    Attributes:
+        label: the prefix of the names of programs that are compiled inside.
+        before_cut: called before a cut; if it raises, everything stays pending.
+        before_program: called with the program's key, before the program is looked up or compiled;
+            if it raises, the cut has failed.
+        after_program: called with the same key once the program is compiled; not called for a
+            program that cannot be compiled.
+        after_start: called with the plan and the program once it was started and its results are
+            those of the storages; None where nobody asks.
+        names_origins: whether the program names the lines that its operations come from, if they
+            were recorded.
+    """
+
+    label: str
+    before_cut: Callable[[], None]
+    before_program: Callable[[Key], None]
+    after_program: Callable[[Key], None]
+    after_start: Callable[[CutPlan, Program], None] | None = None
+    names_origins: bool = True
+
+
+class _ThreadState(threading.local):
+    """The state of a thread on which its cuts depend.
+
+    Attributes:
+        cut_guard: set and reset by the region (`steps.compile`); None outside of any region.
+    """
+
+    cut_guard: CutGuard | None = None
+
+
+# What a region of `compile` requires of the cuts of its thread.
+# Guarded by: thread-local storage. Cleared by: the end of the region.
+this_thread = _ThreadState()

@@ -1,0 +1,1 @@
+"""Captured steps: a function whose program runs again on new inputs, without recording it again."""

@@ -1,0 +1,185 @@
+"""Where the inputs of a captured program come from at each call, and where its results go."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd_core.errors import CaptureError
+from spmd_core.graph.storage import Handle, Link, Storage, View
+from spmd_core.graph.values import Value, origin_of
+from spmd_core.program.planning import CutPlan
+from spmd_core.runtime import buffers
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.steps.capture.reachable import Reached
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+_MOST_CONSTANT_BYTES = 1 << 20
+
+
+class Kind(Enum):
+    """What an input or a result of a captured program belongs to."""
+
+    ARGUMENT = "a tensor among the arguments of the call"
+    STATE = "a tensor that the step reaches, and that lives on"
+    GRADIENT = "the gradient that the call gives a parameter"
+    CONSTANT = "data from the host, the same in each call"
+    RESULT = "a tensor that the call returns"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What one input or result belongs to.
+
+    Attributes:
+        kind: as above.
+        index: of an argument, and of a result among the tensors that the call returns; else 0.
+        path: of state and gradients: where the step reaches the tensor.
+        storage: of state.
+        data: of a constant: its elements.
+    """
+
+    kind: Kind
+    index: int = 0
+    path: str = ""
+    storage: Storage | None = None
+    data: np.ndarray | None = None
+
+    def agrees(self, other: "Binding") -> bool:
+        """Whether two calls bind alike."""
+        if self.kind is not other.kind or self.index != other.index:
+            return False
+        if self.kind is Kind.STATE:
+            return self.storage is other.storage
+        if self.kind is Kind.GRADIENT:
+            return self.path == other.path
+        if self.data is None or other.data is None:
+            return True
+        return self.data.dtype == other.data.dtype and (self.data.tobytes() == other.data.tobytes())
+
+
+def state_of(reached: Reached) -> dict[Storage, str]:
+    """The storages of all tensors that a step reaches, with their paths; gradients among them."""
+    found: dict[Storage, str] = {}
+    for path, tensor in reached.tensors.items():
+        found.setdefault(tensor._handle.storage, path)
+    for path, grad in reached.grads.items():
+        if isinstance(grad, XLAShardedTensor):
+            found.setdefault(grad._handle.storage, f"{path}.grad")
+    return found
+
+
+def of_leaves(
+    plan: CutPlan, arguments: Sequence[Storage], state: Mapping[Storage, str]
+) -> list[Binding]:
+    """Where the program's inputs come from.
+
+    Args:
+        plan: the program's, which was started.
+        arguments: the storages of the tensors among the arguments.
+        state: those that the step reached before the call.
+
+    Raises:
+        CaptureError: an input is a tensor that the step cannot be seen to reach.
+    """
+    found = []
+    for leaf in plan.leaves:
+        owner = leaf.owner() if leaf.owner is not None else None
+        if owner is not None and owner in state:
+            found.append(Binding(Kind.STATE, path=state[owner], storage=owner))
+        elif owner is not None and owner in arguments:
+            found.append(Binding(Kind.ARGUMENT, list(arguments).index(owner)))
+        else:
+            found.append(Binding(Kind.CONSTANT, data=_data(leaf)))
+    return found
+
+
+def _data(leaf: Value) -> np.ndarray | None:
+    """The elements of an input that is nobody's; None if the program took over its buffer."""
+    if leaf.spec.num_bytes > _MOST_CONSTANT_BYTES:
+        raise CaptureError(
+            "the tensors that a captured step reads are its arguments, or reached from its function"
+            f" by attributes, globals and closures; got another one, {leaf.spec!r}{_made_at(leaf)}."
+            " Pass it as an argument."
+        )
+    if leaf.data.is_deleted():
+        return None
+    return np.asarray(buffers.download(leaf.data, leaf.spec.shape).view(torch.uint8))
+
+
+def _made_at(leaf: Value) -> str:
+    origin = origin_of(leaf)
+    return "" if origin is None else f", made at {origin}"
+
+
+def of_results(
+    plan: CutPlan,
+    arguments: Sequence[Storage],
+    state: Mapping[Storage, str],
+    after: Reached,
+    returned: Sequence[Any],
+) -> list[Binding]:
+    """Where the program's results go.
+
+    Args:
+        plan: the program's, which was started.
+        arguments: the storages of the tensors among the arguments.
+        state: those that the step reached before the call.
+        after: what it reached after the call.
+        returned: what the call returned.
+
+    Raises:
+        CaptureError: a tensor that the call made lives on, and is not returned.
+    """
+    own = {
+        grad._handle.storage: path
+        for path, grad in after.grads.items()
+        if isinstance(grad, XLAShardedTensor)
+    }
+    born = {tensor._handle.storage: path for path, tensor in after.tensors.items()}
+    results: dict[Storage, int] = {}
+    for i, tensor in enumerate(returned):
+        if isinstance(tensor, XLAShardedTensor):
+            results.setdefault(tensor._handle.storage, i)
+    found = []
+    for storage in plan.live:
+        if storage in state:
+            found.append(Binding(Kind.STATE, path=state[storage], storage=storage))
+        elif storage in arguments:
+            found.append(Binding(Kind.ARGUMENT, list(arguments).index(storage)))
+        elif storage in own:
+            found.append(Binding(Kind.GRADIENT, path=own[storage]))
+        elif storage in born:
+            found.append(Binding(Kind.STATE, path=born[storage], storage=storage))
+        elif storage in results:
+            found.append(Binding(Kind.RESULT, results[storage]))
+        else:
+            raise CaptureError(
+                "a tensor that a captured step makes is returned, or forgotten by its end; got one "
+                f"that something keeps, {storage.spec!r}{_made_at(storage.value)}. Return it."
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of views without the storage below, so that it keeps no data."""
+
+    views: tuple[tuple[Link, int, Sharding | None], ...]
+
+    @staticmethod
+    def of(handle: Handle) -> "Chain":
+        """That of a handle; empty for a storage."""
+        views = handle.chain() if isinstance(handle, View) else []
+        return Chain(tuple((view.link, view.offset, view.sharding) for view in views))
+
+    def over(self, storage: Storage) -> Handle:
+        """The same views of another storage."""
+        handle: Handle = storage
+        for link, offset, sharding in self.views:
+            handle = View(handle, storage, link, offset)
+            handle.sharding = sharding
+        return handle
