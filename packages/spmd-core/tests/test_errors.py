@@ -21,6 +21,7 @@ TREE = {
     "DeviceMemoryError": (RuntimeError,),
     "ProgramError": (RuntimeError,),
     "ControlFlowError": (RuntimeError,),
+    "CaptureError": (RuntimeError,),
     "ProcessError": (RuntimeError,),
     "VerificationError": (RuntimeError,),
     "PlanError": (ValueError, RuntimeError),

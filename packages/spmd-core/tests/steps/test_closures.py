@@ -178,7 +178,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     w.add_(1)
     closures.add_step_closure(seen.append, args=("failed",))
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache, "find", lambda key: None)
+        patch.setattr(compile_cache, "cached", lambda key: None)
         patch.setattr(compile_cache, "get", fail(spmd.errors.ProgramError("no")))
         with pytest.raises(spmd.errors.ProgramError, match="no"):
             spmd.sync()
@@ -189,7 +189,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     closures.add_step_closure(seen.append, args=(1,))
     closures.add_step_closure(seen.append, args=(2,))
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache, "find", lambda key: None)
+        patch.setattr(compile_cache, "cached", lambda key: None)
         patch.setattr(compile_cache, "get", fail(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             spmd.sync()

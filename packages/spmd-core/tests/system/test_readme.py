@@ -24,7 +24,7 @@ def samples():
     ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
-    for name in ("wrong_or_slow", "loops"):  # each sample continues the one before
+    for name in ("compiling", "wrong_or_slow", "loops"):  # each sample continues the one before
         page = (ROOT / f"docs/{name}.md").read_text()
         yield pytest.param("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), id=name)
 

@@ -61,7 +61,10 @@ _whole_files: tuple[str, ...] = (
         )
     ),
     *(_PACKAGE + name for name in ("source_lines.py", os.path.join("runtime", "interrupts.py"))),
-    *(_PACKAGE + os.path.join("steps", name) for name in ("closures.py", "compile.py")),
+    *(
+        _PACKAGE + os.path.join("steps", name)
+        for name in ("capture" + os.sep, "closures.py", "compile.py")
+    ),
     *(
         _TORCH + name.replace("/", os.sep)
         for name in (

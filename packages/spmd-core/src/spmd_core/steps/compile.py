@@ -19,6 +19,7 @@ from spmd_core.source_lines import user_line
 from spmd_core.steps.capture.captured import Captured
 
 F = TypeVar("F", bound=Callable[..., Any])
+AfterStart = Callable[[CutPlan, Program], None]
 # By region name, for regions with `max_different_graphs`: the keys of the programs that ran.
 # Guarded by: the graph lock. Cleared by: nobody but the tests.
 _keys_of_name: dict[str, list[Key]] = {}
@@ -136,7 +137,7 @@ class StepProgram(ContextDecorator):
             )
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
-        self._after_start: Callable[[CutPlan, Program], None] | None = None
+        self._after_start: AfterStart | None = None
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call needs its own region.
@@ -151,7 +152,9 @@ class StepProgram(ContextDecorator):
         """The function whose calls are recorded in this region, and then replayed."""
         named = self._named(f)
 
-        def region(run: Callable[[], None], after_start: Callable[[CutPlan, Program], None]) -> None:
+        def region(
+            run: Callable[[], None], after_start: Callable[[CutPlan, Program], None]
+        ) -> None:
             own = named._recreate_cm()
             own._after_start = after_start
             with own:

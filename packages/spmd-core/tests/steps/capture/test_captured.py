@@ -73,6 +73,11 @@ class Run:
         return [t.detach().cpu() for t in tensors]
 
 
+def repeat(step, times, *args):
+    for _ in range(times):
+        step(*args)
+
+
 def halve_the_rate(run):
     run.optimizer.param_groups[0]["lr"] *= 0.5
 
@@ -342,11 +347,8 @@ def test_counts_on_the_host_are_refused():
         model(x).square().mean().backward()
         optimizer.step()
 
-    x = torch.ones(2, 3).to("xla")
-    step(x)
     with pytest.raises(CaptureError, match=r"test_captured.py:\d+.*fused=True"):
-        for _ in range(3):
-            step(x)
+        repeat(step, 4, torch.ones(2, 3).to("xla"))
 
 
 def kept_list():
@@ -390,8 +392,7 @@ def test_what_no_replay_would_do_is_refused(make, calls, match, monkeypatch):
     monkeypatch.setattr(torch.nn, "kept_by_a_test", None, raising=False)
     step = spmd.compile(make(), capture=True)
     with pytest.raises(spmd.errors.SpmdError, match=match):
-        for _ in range(calls):
-            step(torch.ones(3).to("xla"))
+        repeat(step, calls, torch.ones(3).to("xla"))
 
 
 def test_values_that_vary_without_an_argument_are_refused():
