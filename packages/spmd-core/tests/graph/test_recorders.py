@@ -1,5 +1,6 @@
 """A pending graph for each thread: a step of one thread leaves the steps of the others alone."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,6 +103,7 @@ def test_threads_train_models_of_their_own(mesh_1d, mesh_2d, monkeypatch):
             raise
 
     expected = [train(network(w), x, "cpu") for w, x in zip(widths, data)]
+    gc.collect()  # what earlier tests left pending
     spmd.sync()
     compiles, executions = counter("compiles"), counter("executions")
     # Widths that other tests compiled for do not make these programs ones for many sizes.
@@ -110,11 +112,11 @@ def test_threads_train_models_of_their_own(mesh_1d, mesh_2d, monkeypatch):
         found = list(pool.map(run, models, data, marks))
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    # One program for each width. The first and the last thread share programs. The
-    # reads at the end stack the losses, which lie in one way or another. A program that was dropped
-    # for want of memory maps and compiled again has the same key.
+    # Three kinds of models, as the first and the last thread share programs: for each a step, and
+    # the read of its stacked losses.
     compiled = list(compile_cache.history)[-int(counter("compiles") - compiles) :]
-    assert len({each.key for each in compiled}) <= 3 + 2, [each.record for each in compiled]
+    names = [(each.record.name, each.record.source) for each in compiled]
+    assert len({each.key for each in compiled}) <= 3 * 2, names
     assert counter("executions") - executions == len(widths) * (steps + 1)
 
 
@@ -214,7 +216,7 @@ def broken(monkeypatch):
             raise spmd.errors.ProgramError("the device failed")
         return original(key, *args)
 
-    monkeypatch.setattr(compile_cache, "find", lambda key: None)
+    monkeypatch.setattr(compile_cache, "cached", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", get)
 
 

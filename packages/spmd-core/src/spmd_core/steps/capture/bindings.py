@@ -73,7 +73,7 @@ def state_of(reached: Reached) -> dict[Storage, str]:
 
 
 def of_leaves(
-    plan: CutPlan, arguments: Sequence[Storage], state: Mapping[Storage, str]
+    plan: CutPlan, arguments: Sequence[Storage], state: Mapping[Storage, str], after: Reached
 ) -> list[Binding]:
     """Where the program's inputs come from.
 
@@ -81,17 +81,21 @@ def of_leaves(
         plan: the program's, which was started.
         arguments: the storages of the tensors among the arguments.
         state: those that the step reached before the call.
+        after: what it reached after the call: state may begin in it.
 
     Raises:
         CaptureError: an input is a tensor that the step cannot be seen to reach.
     """
     found = []
+    born = {tensor._handle.storage: path for path, tensor in after.tensors.items()}
     for leaf in plan.leaves:
         owner = leaf.owner() if leaf.owner is not None else None
         if owner is not None and owner in state:
             found.append(Binding(Kind.STATE, path=state[owner], storage=owner))
         elif owner is not None and owner in arguments:
             found.append(Binding(Kind.ARGUMENT, list(arguments).index(owner)))
+        elif owner is not None and owner in born:
+            found.append(Binding(Kind.STATE, path=born[owner], storage=owner))
         else:
             found.append(Binding(Kind.CONSTANT, data=_data(leaf)))
     return found

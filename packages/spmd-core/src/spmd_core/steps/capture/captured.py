@@ -187,7 +187,7 @@ class Captured:
             plan.key,
             plan.numbers,
             program,
-            bindings.of_leaves(plan, arguments, own_state),
+            bindings.of_leaves(plan, arguments, own_state, after),
             bindings.of_results(plan, arguments, own_state, after, outcome[0].leaves),
             draws,
             {path: after.number(path) for path in after.numbers},
