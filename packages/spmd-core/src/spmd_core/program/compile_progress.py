@@ -1,8 +1,9 @@
-"""A line on the terminal for a program that takes long to compile, and how long it took last time.
+"""Progress of long compilations, as a line on the terminal with the time that the last one took.
 
-The line is written to stderr where that is a terminal, beginning some seconds after the compilation
-did, and it is erased at its end. Seconds of earlier compilations are in the folder of compiled
-programs, by name: the name counts operations and inputs, so a step keeps it from run to run.
+The line is written to stderr if that is a terminal, some seconds after the compilation has begun,
+and erased at its end. The seconds of earlier compilations are stored in the folder of compiled
+programs, by the program's name. The name has the numbers of operations and inputs, so that a step
+has the same name in every run.
 """
 
 import json
@@ -28,9 +29,9 @@ def shown(name: str, num_ops: int, num_devices: int) -> Iterator[None]:
     """Around a compilation: a line on the terminal, once it has taken `QUIET_S` seconds.
 
     Args:
-        name: the program's.
-        num_ops: how many operations it has.
-        num_devices: how many devices it runs on.
+        name: the program's name.
+        num_ops: the number of its operations.
+        num_devices: the number of its devices.
 
     Example of the line:
         compiling spmd_5930ops_148in: 5,930 operations, 24 s so far, 41 s last time
@@ -54,7 +55,7 @@ def shown(name: str, num_ops: int, num_devices: int) -> Iterator[None]:
 
 
 def _write(text: str, key: str, start: float, has_ended: threading.Event) -> None:
-    """In a thread of its own: renews the line until the compilation has ended."""
+    """Runs in its own thread: updates the line until the compilation has ended."""
     if has_ended.wait(QUIET_S):
         return
     before = _kept().get(key)
@@ -74,7 +75,7 @@ def _path() -> Path | None:
 
 
 def _kept() -> dict[str, float]:
-    """Seconds by program; none from a file that is missing or damaged, which `_keep` replaces."""
+    """The seconds by program; empty if the file is missing or damaged (`_keep` replaces it)."""
     path = _path()
     try:
         found = json.loads(path.read_text("utf-8")) if path is not None else {}
@@ -92,5 +93,5 @@ def _keep(key: str, seconds: float) -> None:
     kept = _kept()
     kept.pop(key, None)
     newest = [*kept.items(), (key, round(seconds, 1))][-_MAX_KEPT:]
-    with suppress(OSError):  # of a folder that others own; only the line lacks a figure then
+    with suppress(OSError):  # the folder may be read-only; then only the line lacks a figure
         files.write_text(path, json.dumps(dict(newest), indent=0))

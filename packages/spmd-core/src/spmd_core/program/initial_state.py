@@ -1,19 +1,19 @@
-"""Finds state that begins inside a cut: what it begins with becomes an input of the program.
+"""Makes the initial value of state that is created inside a cut an input of the program.
 
-An optimizer makes its state in its first step and updates it there: `zeros_like(p)`, then `lerp_`.
-Recorded as it is, the first step is another program than all later ones, whose state is an input.
-So the program of the first step gets the zeros as an input, too, made shard by shard just before it
-runs and donated to it. State is a storage that an operation of this cut updates in place, that a
-tensor still holds at the cut, and that begins with
+An optimizer creates its state in its first step and updates it there: `zeros_like(p)`, then
+`lerp_`. Recorded like that, the first step would be another program than all later steps, whose
+state is an input. So the program of the first step takes the zeros as an input, too; they are
+created shard by shard just before it runs, and donated to it. State is a storage that an operation
+of the cut updates in place, that a tensor still references at the cut, and whose initial value is
 
-- a constant, of `zeros_like`, `full`, `empty` and the like; or
+- a constant, from `zeros_like`, `full`, `empty` and the like; or
 - a copy of an input that the cut updates, too: a moving average of parameters, or a wide copy of
   them.
 
-So does a constant or a copy that a tensor holds and no operation reads: what an optimizer makes
-before it reads a value in the middle of its first step, or the copy of a frozen parameter. And a
-held constant of one element, such as the scale of a `GradScaler`. Any other constant that is only
-read stays in the program, where XLA folds it.
+The same holds for a referenced constant or copy that no operation reads: state that an optimizer
+creates before it reads a value in the middle of its first step, or the copy of a frozen parameter;
+and for a referenced constant of one element, such as the scale of a `GradScaler`. Any other
+constant that is only read stays in the program, where XLA folds it.
 """
 
 import weakref
@@ -35,19 +35,19 @@ from spmd_core.program.program_graph import RecordedGraph, stored_shape
 from spmd_core.runtime import buffers, devices, in_flight
 from spmd_core.runtime.jax_sharding import device_ids_of
 
-# Up to this size, a constant that nothing places is replicated. A larger one stays in the program
-# on several devices, where the partitioner places it.
+# Up to this size, a constant without a known placement is replicated. On several devices, a larger
+# one stays in the program, where the partitioner chooses its sharding.
 _REPLICATED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a state begins with: the `data` of the program's input until the program runs.
+    """The initial value of state, which is the `data` of the program's input until it runs.
 
     Attributes:
-        number: each element, 0-dim; None for a copy.
+        number: the value of all elements, 0-dim; None for a copy.
         source: the input that is copied; None for a constant.
-        dtypes: to which the copy is converted, one after the other.
+        dtypes: the dtypes to which the copy is converted, one after another.
     """
 
     number: torch.Tensor | None = None
@@ -57,14 +57,14 @@ class Beginning:
 
 @dataclass(frozen=True)
 class State:
-    """The state that begins in a cut.
+    """The state that is created in a cut.
 
     Attributes:
-        inputs: for each recorded value that a state begins with, the leaf in its place.
-        first: for each storage that has no earlier value and is updated in place, the leaf that its
-            updates begin with.
-        held: for each storage that is not updated, and no result of the program, the leaf that is
-            its value.
+        inputs: for each recorded initial value, the leaf that replaces it.
+        first: for each storage without an earlier value that is updated in place, the leaf with
+            its initial value.
+        held: for each storage that is not updated, and is no result of the program, the leaf that
+            is its value.
     """
 
     inputs: Mapping[Value, Value] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class State:
         return [leaf.data.source for leaf in self.inputs.values() if leaf.data.source is not None]
 
 
-def find(live: Sequence[Storage], nodes: Sequence[Value]) -> State:
-    """The state among the storages that a cut computes. Changes nothing.
+def find_state(live: Sequence[Storage], nodes: Sequence[Value]) -> State:
+    """Finds the state among the storages that a cut computes. Changes nothing.
 
     Args:
         live: the storages.
@@ -134,14 +134,14 @@ def make(
     graph: RecordedGraph,
     record: ProgramRecord,
 ) -> None:
-    """Makes the arrays of the leaves that state begins with. Does not wait.
+    """Creates the arrays of the leaves with initial values. Does not wait.
 
     Args:
-        state: what begins.
+        state: the state that is created.
         leaves: the program's inputs.
-        targets: how they lie.
-        graph: what the program computes.
-        record: the program's.
+        targets: the placements of these inputs.
+        graph: the program's graph.
+        record: the program's record.
 
     Raises:
         DeviceMemoryError: a device's memory is too small.
@@ -172,7 +172,7 @@ def _make(leaf: Value, target: Placement) -> None:
 
 
 def _first_value(value: Value) -> tuple[Value, Beginning | None]:
-    """The value that a storage's updates begin with, and what that is; None if it is no beginning.
+    """The value before a storage's first update, and its form as an initial value, if it has one.
 
     It is the given value itself if no operation updates it in place.
     """
@@ -186,10 +186,10 @@ def _first_value(value: Value) -> tuple[Value, Beginning | None]:
 
 
 def _is_state(beginning: Beginning, live: set[Storage]) -> bool:
-    """Whether what begins so is likely to be updated in each step: no copy of a step's data.
+    """Whether a storage with this initial value is likely to be state, not a copy of step data.
 
-    That is a copy of what the cut updates, too, or of what no tensor holds any more, as where a
-    model was converted.
+    A copy counts as state if the cut updates its source, too, or no tensor references the source
+    any more, as after the conversion of a model.
     """
     source = beginning.source
     owner = None if source is None or source.owner is None else source.owner()
@@ -208,7 +208,7 @@ def _replaced(value: Value) -> Value | None:
 
 
 def _beginning(value: Value) -> Beginning | None:
-    """What a pending value is, if a state can begin with it; else None."""
+    """The form of a pending value as an initial value; None if it cannot be one."""
     if value.data is not None:
         return None
     conversions: list[torch.dtype] = []
@@ -228,7 +228,7 @@ def _beginning(value: Value) -> Beginning | None:
         value = value.inputs[position]
     if value.data is None or value.placement.manual is not None or value.placement.room is not None:
         return None
-    # Only floats are rounded by jax as by torch.
+    # jax rounds only floats as torch does.
     is_exact = all(d.is_floating_point for d in conversions) and value.spec.dtype.is_floating_point
     if not is_exact and {*conversions, value.spec.dtype} != {value.spec.dtype}:
         return None
@@ -238,7 +238,7 @@ def _beginning(value: Value) -> Beginning | None:
 def _copied(value: Value, entry: Entry) -> int | None:
     """The position of the input of the same shape whose elements an operation copies, if it does.
 
-    An operation that checks indices is to be kept.
+    None for an operation with index checks, which must stay in the program.
     """
     traits = entry.traits
     if entry.indices or traits.elements not in (Elements.SAME, Elements.REPEATED):
@@ -248,11 +248,11 @@ def _copied(value: Value, entry: Entry) -> int | None:
 
 
 def _number(node: Value, fill: float | str) -> torch.Tensor | None:
-    """Each element of what an operation fills, 0-dim; None if it is the element of a tensor."""
+    """The number with which an operation fills its result, 0-dim; None if a tensor has it."""
     if isinstance(fill, str):
         assert node.entry.arguments is not None
         given = node.entry.arguments[fill]
-        # A type stands for a number that is an input of the program.
+        # A type in place of a number means that the number is an input of the program.
         fill = node.numbers[0] if isinstance(given, type) else given
     if not isinstance(fill, (bool, int, float, complex)):
         return None
@@ -260,7 +260,7 @@ def _number(node: Value, fill: float | str) -> torch.Tensor | None:
 
 
 def _read(nodes: Sequence[Value], values: set[Value]) -> set[Value]:
-    """Those of some values that operations read; a copy into a tensor reads nothing of it."""
+    """Those of these values that operations read; a copy into a tensor does not read it."""
     read: set[Value] = set()
     for node in nodes:
         for position, x in enumerate(node.inputs):
@@ -289,9 +289,9 @@ def _local(nodes: Sequence[Value]) -> set[Value]:
 def _placement(
     storage: Storage, value: Value, beginning: Beginning, updated: Iterable[Storage]
 ) -> Placement | None:
-    """Where a state begins: as it is marked, as what it copies, or as what it is the state of.
+    """The placement of an initial value: that of its mark, of its source, or of its parameter.
 
-    That is the updated storage of its shape. None where the partitioner is to choose.
+    The parameter is the updated storage of the same shape. None if the partitioner must choose.
     """
     if 0 in value.spec.shape:
         return None
@@ -319,14 +319,14 @@ def _placement(
 
 
 def _device_sharding(placement: Placement) -> jax.sharding.NamedSharding | None:
-    """How data with this placement lies on the devices; None for data that will be replicated."""
+    """The sharding on devices of data with this placement; None if it will be replicated."""
     if placement.sharding is not None:
         return marked_placement(placement.sharding).jax_sharding
     return placement.jax_sharding
 
 
 def _is_even(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether the devices' shards have one size, without padding."""
+    """Whether the sharding splits the shape evenly."""
     try:
         sharding.shard_shape(shape)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Operations that may be computed with a dim in another order, and where a weight's elements move.
+"""Finds operations that can be computed with a dim in another order, and the weights to reorder.
 
-Such an operation treats all indices along the dim alike: it copies them, or is a product or a sum.
+Such an operation treats all indices along the dim alike: it is a copy, a product or a sum.
 """
 
 import math
@@ -21,12 +21,12 @@ MeshAxis: TypeAlias = tuple[Mesh, int]
 
 
 class Moved(NamedTuple):
-    """An operation that is computed with sections in the order of devices.
+    """An operation that is computed with sections in device order (see `sections`).
 
     Attributes:
-        operands: the operands that come in this order, by position, with the dim of the sections.
-        stays: the result that comes out in this order, and is read in it alone; None for none.
-        restored: the results that come out in this order, and are read in the former one.
+        operands: the positions of operands in device order, each with the dim of the sections.
+        stays: the result in device order that is only read in this order; None if there is none.
+        restored: the results in device order that are read in the original order.
     """
 
     operands: Mapping[int, int]
@@ -40,22 +40,22 @@ def is_product(entry: Entry) -> bool:
 
 
 def _treats_alike(entry: Entry) -> bool:
-    """Whether a product or sum has no positions: of queries, of windows, or of rows of a table."""
+    """Whether a product or sum does not depend on positions, as attention and windows do."""
     traits = entry.traits
     is_one = traits.is_product or traits.parts is Parts.SUM
     return is_one and traits.query is None and not traits.images and traits.rows is None
 
 
 def _operands(op: Op, dim: int) -> dict[int, int]:
-    """The operands of a copy or an addition, by position, with their dims that its dim is.
+    """The positions of the operands of a copy or an addition, each with the dim that becomes `dim`.
 
-    Empty if none is, or the operation is another one.
+    Empty if there is none, and for other operations.
     """
     if op.manual is not None or op.is_inserted:
         return {}
     traits, shape = op.entry.traits, op.entry.spec.shape
     if is_plain_addition(op.entry):
-        # Broadcast from the right; what has one element there has no sections.
+        # Operands are broadcast from the right. A dim of one element has no sections.
         places = [(i, dim - len(shape) + len(x.spec.shape)) for i, x in enumerate(op.operands)]
         return {i: d for i, d in places if d >= 0 and op.operands[i].spec.shape[d] == shape[dim]}
     if traits.elements > Elements.PERMUTED:
@@ -68,19 +68,19 @@ def _operands(op: Op, dim: int) -> dict[int, int]:
 
 
 def _around(shape: Sequence[int], dim: int) -> tuple[int, int, int]:
-    """The numbers of elements before a dim, along it, and behind it."""
+    """The numbers of elements before a dim, along it, and after it."""
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
 def result_dim(op: Op, dim: int) -> int | None:
-    """The dim of the result of an operation that passes its operand on, which is the operand's."""
+    """The dim of a copy's result that corresponds to this dim of its operand."""
     expected = {op.entry.traits.source: dim}
     places = range(len(op.entry.spec.shape))
     return next((d for d in places if _operands(op, d) == expected), None)
 
 
 def computed_by(op: Op, result: int, dim: int) -> Moved | None:
-    """How an operation computes a result that has sections.
+    """How an operation computes a result in device order.
 
     None if it does not treat all indices along this dim alike.
     """
@@ -92,7 +92,7 @@ def computed_by(op: Op, result: int, dim: int) -> Moved | None:
 
 
 def read_by(op: Op, value: Ref, dim: int) -> Moved | None:
-    """How a copy, a product or a sum reads a value that has sections; None as above."""
+    """How a copy, a product or a sum reads a value in device order; None as for `computed_by`."""
     entry, position = op.entry, op.operands.index(value)
     if op.manual is not None or op.operands.count(value) > 1:
         return None
@@ -117,7 +117,7 @@ def read_by(op: Op, value: Ref, dim: int) -> Moved | None:
 
 
 def _moved(rule: DimRule, factors: tuple[int, ...], *, stays: int | None = None) -> Moved | None:
-    """An operation whose operands and results that have these factors are in another order."""
+    """An operation whose operands and results with these factors are in device order."""
     operands = dict(rule.dims_of(factors))
     restored: dict[int, int] = {}
     for result, own in enumerate(rule.results):
@@ -131,9 +131,9 @@ def _moved(rule: DimRule, factors: tuple[int, ...], *, stays: int | None = None)
 
 
 def step_before(value: Ref, dim: int) -> tuple[Ref, int] | None:
-    """What a weight is a copy of, with the dim; None if the elements would move from there.
+    """The source of a weight that is a copy, with the dim; None to reorder the weight itself.
 
-    They move as they lie, before a gather, and in the smaller dtype.
+    Elements are moved before a gather, and in the narrower dtype.
     """
     op = value.op
     source = None if op is None else op.source_of_elements(Elements.PERMUTED)
@@ -147,19 +147,19 @@ def step_before(value: Ref, dim: int) -> tuple[Ref, int] | None:
 
 
 def source_of_weight(value: Ref, dim: int) -> tuple[Ref, int]:
-    """Where the elements of a weight move."""
+    """The value whose elements are moved to reorder a weight, with its dim."""
     while (step := step_before(value, dim)) is not None:
         value, dim = step
     return value, dim
 
 
 def axes_of_weight(value: Ref, dim: int) -> tuple[MeshAxis, ...] | None:
-    """The axes that split a dim of a weight: an input of the program, or marked, or a copy of one.
+    """The axes that split a dim of a weight: an input of the program, a marked value, or a copy.
 
     None for other values.
     """
     found: tuple[MeshAxis, ...] = ()
-    along: set[int] = set()  # which later marks speak of
+    along: set[int] = set()  # the axes that later marks constrain
     while value.manual is None:
         op = value.op
         if isinstance(value.producer, Op):
@@ -180,7 +180,7 @@ def axes_of_weight(value: Ref, dim: int) -> tuple[MeshAxis, ...] | None:
 
 
 def axes_of_mark(op: Op, dim: int) -> tuple[MeshAxis, ...]:
-    """The axes that split a dim as a mark says; none for another operation."""
+    """The axes by which a mark splits a dim; none for another operation."""
     sharding = op.entry.sharding
     return () if sharding is None else _of_dim(sharding, dim)
 

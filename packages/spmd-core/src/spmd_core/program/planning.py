@@ -108,7 +108,7 @@ def plan(
         elsewhere = [s for s in elsewhere if s not in given]
         live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
         elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
-    state = initial_state.find(live, nodes)
+    state = initial_state.find_state(live, nodes)
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)

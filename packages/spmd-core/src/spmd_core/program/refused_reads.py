@@ -1,4 +1,4 @@
-"""Refuses host reads of what loops and branches compute on the device alone."""
+"""Refuses host reads of values inside of recorded loops and branches."""
 
 from spmd_core.errors import ControlFlowError
 from spmd_core.graph import recorders
@@ -18,7 +18,7 @@ def refuse_inside() -> None:
 
 
 def refuse_stand_in(leaf: Value) -> None:
-    """Raises ControlFlowError for a tensor that has a value in each iteration, and none outside."""
+    """Raises ControlFlowError for a stand-in, which has a value in each run and none outside."""
     if leaf.data.__class__ is StandIn:
         raise ControlFlowError(
             f"a tensor made in {leaf.data.what} has a value in each run and none outside; "

@@ -1,7 +1,8 @@
-"""How devices along a mesh axis exchange the parts of a dim's sections, and the kernels that do.
+"""Kernels that reorder a dim of several sections between its original order and device order.
 
-Each section of the dim, such as queries, is split evenly over the axis. As the dim lies, a device
-has a contiguous block of it; in the order of devices, its block is its parts of all sections.
+Each section of the dim, such as queries, is split evenly over a mesh axis. In the original order, a
+device has a contiguous block of the dim. In device order, its block consists of its parts of all
+sections.
 """
 
 import functools
@@ -24,7 +25,7 @@ from spmd_core.program.ir import InsertedEntry, inserted
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.mesh import Mesh
 
-# A device takes as many slices of its block.
+# The most chunks into which a device slices its block.
 _MOST_CHUNKS = 64
 
 
@@ -32,13 +33,14 @@ _MOST_CHUNKS = 64
 class Exchange:
     """How devices send equal chunks of their blocks to each other.
 
-    In each round, each device sends as many chunks as every other one, to one device, maybe itself.
+    In each round, all devices send the same number of chunks, each to one device, maybe itself.
 
     Attributes:
-        sent: by device, its chunks in the order in which it sends them.
-        rounds: the number of chunks that a device sends, and the receivers by sender.
-        placed: by device, for each place of its new block the number of the chunk among those that
-            it receives.
+        sent: for each device, its chunks in the order in which it sends them.
+        rounds: for each round, the number of chunks that a device sends, and the receiver of each
+            sender.
+        placed: for each device and each place of its new block, the number of the chunk among those
+            that it receives.
     """
 
     sent: tuple[tuple[int, ...], ...]
@@ -47,11 +49,11 @@ class Exchange:
 
     @staticmethod
     def of(counts: Sequence[int], num_devices: int) -> "Exchange":
-        """From sections as they lie to the order of devices.
+        """The exchange from the original order to device order.
 
         Args:
-            counts: of each section, the number of chunks that belong to one device.
-            num_devices: along the axis.
+            counts: for each section, the number of chunks that belong to one device.
+            num_devices: the number of devices along the axis.
         """
         devices, num_own = range(num_devices), sum(counts)
         starts = accumulate((count * num_devices for count in counts), initial=0)
@@ -86,7 +88,7 @@ class Exchange:
 
     @cached_property
     def reversed(self) -> "Exchange":
-        """From the order of devices to sections as they lie."""
+        """The exchange from device order to the original order."""
         rounds = tuple((num, _inverse(receivers)) for num, receivers in self.rounds)
         return Exchange(tuple(map(_inverse, self.placed)), rounds, tuple(map(_inverse, self.sent)))
 
@@ -105,9 +107,9 @@ class Exchange:
 
 
 def _receivers(left: np.ndarray) -> tuple[int, ...]:
-    """A receiver for each sender that still has chunks for it, each another one.
+    """A different receiver for each sender, which still has chunks for it: a perfect matching.
 
-    There is one, as each device still sends and receives as many chunks as every other one.
+    It exists because all devices still have the same number of chunks to send and to receive.
     """
     senders: dict[int, int] = {}
 
@@ -131,7 +133,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
 def _arranged(
     block: jax.Array, orders: Sequence[Sequence[int]], device: jax.Array, dim: int
 ) -> jax.Array:
-    """The chunks of a block in the order that is the device's."""
+    """The chunks of a block, in this device's order."""
     size = block.shape[dim] // len(orders[0])
     if all(tuple(order) == tuple(range(len(order))) for order in orders):
         return block
@@ -149,7 +151,7 @@ class Sections:
     Attributes:
         mesh: the mesh.
         axis: the number of the axis.
-        sizes: of the sections, on all devices.
+        sizes: the global sizes of the sections.
     """
 
     mesh: Mesh
@@ -158,7 +160,7 @@ class Sections:
 
     @staticmethod
     def of(mesh: Mesh, axis: int, sizes: Sequence[int]) -> "Sections | None":
-        """None if the axis does not split each section evenly, or splits it into many chunks."""
+        """The sections; None if the axis splits one unevenly, or there are too many chunks."""
         found = Sections(mesh, axis, tuple(sizes))
         num = mesh.mesh_shape[axis]
         if len(sizes) < 2 or 0 in sizes or any(size % num for size in sizes):
@@ -167,32 +169,32 @@ class Sections:
 
     @cached_property
     def indices(self) -> tuple[range, ...]:
-        """Where each section lies in the dim."""
+        """The indices of each section in the dim."""
         return tuple(range(*each) for each in pairwise(accumulate(self.sizes, initial=0)))
 
     @property
     def _counts(self) -> tuple[int, ...]:
-        """Of each section, the number of equal chunks that one device has."""
+        """For each section, the number of equal chunks that one device has."""
         unit = math.gcd(*self.sizes)
         return tuple(size // unit for size in self.sizes)
 
     @cached_property
     def exchange(self) -> Exchange:
-        """From sections as they lie to the order of devices."""
+        """The exchange from the original order to device order."""
         return Exchange.of(self._counts, self.mesh.mesh_shape[self.axis])
 
     def order(self, dim: int, spec: Spec) -> InsertedEntry:
-        """The operation that moves a dim of a value to the order of devices."""
+        """The operation that puts a dim of a value into device order."""
         function = self._traced(_ordered, dim)
         return inserted("spmd::order_sections", lambda inputs: function(inputs[0]), spec.logical)
 
     def restore(self, dim: int, spec: Spec) -> InsertedEntry:
-        """The operation that moves it back."""
+        """The operation that restores the original order."""
         function = self._traced(_restored, dim)
         return inserted("spmd::restore_sections", lambda inputs: function(inputs[0]), spec.logical)
 
     def cut(self, dim: int, spec: Spec) -> InsertedEntry:
-        """The operation whose results are the sections of a value in the order of devices."""
+        """The operation that slices a value in device order into its sections."""
         function = self._traced(_cut, dim)
         shapes = [(*spec.shape[:dim], size, *spec.shape[dim + 1 :]) for size in self.sizes]
         outs = tuple(Spec.contiguous(shape, spec.dtype) for shape in shapes)
@@ -201,7 +203,7 @@ class Sections:
         )
 
     def join(self, dim: int, spec: Spec) -> InsertedEntry:
-        """The operation that joins sections to a value of a spec, in the order of devices."""
+        """The operation that concatenates sections to a value in device order."""
         function, dtype = self._traced(_joined, dim), dtypes.to_jax(spec.dtype)
 
         def joined(inputs: Sequence[jax.Array]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Loops and branches over functions of arrays, for operations that run subgraphs.
 
-Each is a `Control`: it gets the functions, the operands, and what index checks have found so far
-(int32; None if the operation has none), which it hands on from one run to the next.
+Each is a `Control`, a function of the subgraphs, the operands, and the result of index checks so
+far (int32; None without index checks), which is carried from one run of a subgraph to the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _Control: TypeAlias = Callable[
 
 
 def scan(num_carry: int, num_stacked: int, length: int, *, reverse: bool) -> _Control:
-    """Runs a function (carry, one of each stack, others) -> (carry, results), which are stacked."""
+    """Scans a function (carry, slice of each stack, others) -> (carry, results to stack)."""
 
     def control(
         bodies: Sequence[_Body], inputs: Sequence[jax.Array], found: _Found
@@ -47,9 +47,9 @@ def while_loop(num_carry: int, num_read: int) -> _Control:
     """Runs the second function (carry, others) -> carry while the first one, of both, is true.
 
     Args:
-        num_carry: the number of arrays that are carried.
-        num_read: the number of the others that the first function takes; the second one takes
-            those behind them.
+        num_carry: the number of carried arrays.
+        num_read: the number of further arrays that the first function takes; the second function
+            takes the rest.
     """
 
     def control(
@@ -63,7 +63,7 @@ def while_loop(num_carry: int, num_read: int) -> _Control:
             (result,), now = condition([*carry, *read])
             return result, _first(before, now)
 
-        # The checks of the condition are carried, so it runs in the body.
+        # The results of the condition's index checks are carried, so it runs in the body.
         def step(
             state: tuple[list[jax.Array], jax.Array, _Found],
         ) -> tuple[list[jax.Array], jax.Array, _Found]:
@@ -80,10 +80,10 @@ def while_loop(num_carry: int, num_read: int) -> _Control:
 
 
 def cond(counts: tuple[int, int]) -> _Control:
-    """Runs the first function where a boolean, the first operand, is true, else the second one.
+    """Runs the first function if the first operand, a boolean, is true, else the second function.
 
     Args:
-        counts: the number of operands that each function takes, those of the first one first.
+        counts: the number of operands of each function; those of the first function come first.
     """
 
     def control(
@@ -103,5 +103,5 @@ def cond(counts: tuple[int, int]) -> _Control:
 
 
 def _first(before: _Found, now: _Found) -> _Found:
-    """The earlier of two checks that failed."""
+    """The first of two failed checks."""
     return now if before is None or now is None else lax.min(before, now)
