@@ -187,7 +187,7 @@ def recorded(
 def test_a_killed_run_sees_every_sequence_once_on_two_processes(
     cache_dir: str, texts: str, tmp_path: Path
 ) -> None:
-    knobs = {"eval_every": 0, "warmup": 1}
+    knobs = {"eval_every": 0, "eval_batches": 0, "warmup": 1}
     config = with_defaults(config_of(cache_dir, texts, **knobs))
     sequences = packed(config).train
     steps = len(sequences) // config.batch
@@ -196,7 +196,7 @@ def test_a_killed_run_sees_every_sequence_once_on_two_processes(
 
     saved = str(tmp_path / "run.pt")
     arguments = ["--smoke", "--no-progress", "--cache-dir", cache_dir, "--data", texts, "--pack"]
-    arguments += ["--max-mb", "0", "--eval-batches", "1", "--eval-every", "0", "--warmup", "1"]
+    arguments += ["--max-mb", "0", "--eval-batches", "0", "--eval-every", "0", "--warmup", "1"]
     arguments += ["--steps", str(steps), "--workers", "1", "--devices", "4", "--mesh"]
     killed, ended = recorded(
         tmp_path,

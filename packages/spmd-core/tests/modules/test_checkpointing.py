@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 import spmd_core as spmd
 from spmd_core.program import compile_cache
 
-WIDTH, LENGTH, NUM_BLOCKS = 32, 64, 6
+WIDTH, LENGTH, NUM_BLOCKS = 32, 64, 4
 
 
 class Block(nn.Module):
