@@ -174,7 +174,7 @@ def test_a_step_that_does_not_fit(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 59G of 30G.\nmore")
 
     found = dataclasses.replace(topology.find_topology("cpu-1"), request={})  # as one of TPUs
-    monkeypatch.setattr(reference.topology, "find", lambda name: found)
+    monkeypatch.setattr(reference.topology, "find_topology", lambda name: found)
     monkeypatch.setattr(reference, "write_buffers", refuse)
     assert reference.main(["--preset", "smoke"]) == 1
     assert "fit the device's memory; got RESOURCE_EXHAUSTED: 59G of 30G. Pass a larger" in (

@@ -31,7 +31,7 @@ def stablehlo_of(model, x, dtype):
 
 
 def gathered(text, shape):
-    """The dtypes of arrays of a shape that are constrained to be whole on each device, and used."""
+    """The dtypes of arrays of a shape that are constrained to be replicated, and used."""
     pattern = rf"(%\d+) = sdy.sharding_constraint .*{{}}, {{}}\]> : tensor<{shape}x(\w+)>"
     text = text.split("func.func private")[0]  # names are those of the function
     found = re.findall(pattern, text)

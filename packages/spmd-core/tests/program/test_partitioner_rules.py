@@ -251,7 +251,7 @@ def test_a_padding_between_elements_of_an_empty_tensor():
 @pytest.mark.parametrize(("start", "step"), [(0, 2), (1, 2), (4, 3), (0, 5)])
 @pytest.mark.parametrize(("size", "count"), crossed([6, 8, 12, 13], [8, 2, 4, 6]))
 def test_a_padding_between_elements(count, size, start, step, reduced):
-    """The gradient of a slice with a step, whole on each device, for a split tensor."""
+    """The gradient of a slice with a step, replicated, for a split tensor."""
     mesh = axis(count)
     grad = torch.arange(1.0, len(range(start, size, step)) + 1).repeat(3, 1)
 
