@@ -5,6 +5,7 @@ Such an operation treats all indices along the dim alike: it is a copy, a produc
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from spmd_core.graph.values import Entry
@@ -31,7 +32,7 @@ class Moved(NamedTuple):
 
     operands: Mapping[int, int]
     stays: int | None = None
-    restored: Mapping[int, int] = {}
+    restored: Mapping[int, int] = MappingProxyType({})
 
 
 def is_product(entry: Entry) -> bool:

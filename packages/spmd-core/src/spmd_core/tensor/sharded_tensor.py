@@ -186,6 +186,7 @@ class XLAShardedTensor(torch.Tensor):
                 shape of a stored block, padding included.
 
         Raises:
+            TypeError: `new_shards` is no list of these.
             ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no
                 shard or two; a block differs from the stored one in shape or dtype; or devices that
                 hold the same block get different data.

@@ -101,8 +101,11 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
     """Replaces the blocks on this process's devices. Does not wait.
 
     Raises:
-        ShardError: see `XLAShardedTensor.load_local_shards_`.
+        TypeError, ShardError: see `XLAShardedTensor.load_local_shards_`.
     """
+    require_kind("new_shards", shards, list, tuple, write="the list that local_shards gives")
+    for shard in shards:
+        require_kind("a shard", shard, XLAShard, write="one of the list that local_shards gives")
     sharding = storage.sharding
     assert sharding is not None
     if sharding.is_replicated:
@@ -179,9 +182,6 @@ def _positions(sharding: Sharding) -> dict[int, int]:
 
 def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, XLAShard]:
     names = {devices.device_name(device): device for device in local}
-    require_kind("shards", shards, list, tuple, write="the list that local_shards gives")
-    for shard in shards:
-        require_kind("a shard", shard, XLAShard, write="one of the list that local_shards gives")
     given = [shard.shard_device for shard in shards]
     if sorted(given) != sorted(names):
         raise ShardError(
