@@ -28,25 +28,70 @@ def test_tensors_that_a_graph_makes_and_moves():
     torch.testing.assert_close(on_host, expected * 2)
 
 
-def test_class_and_attributes(mesh_1d):
-    @torch.compile(fullgraph=True)
+# Each is True for a tensor of the device that has no mark; and whether Dynamo can trace it, as the
+# sharding of a result is known when it is recorded.
+QUESTIONS = {
+    "type": (lambda x, y, p, mesh: type(x) is type(y) is type(p) is spmd.XLAShardedTensor, True),
+    "class": (lambda x, y, p, mesh: y.__class__ is spmd.XLAShardedTensor, True),
+    "subclass": (lambda x, y, p, mesh: issubclass(type(y), torch.Tensor), True),
+    "instance": (
+        lambda x, y, p, mesh: (
+            isinstance(x, spmd.XLAShardedTensor) and isinstance(y, (int, spmd.XLAShardedTensor))
+        ),
+        True,
+    ),
+    "parameter": (
+        lambda x, y, p, mesh: (
+            isinstance(p, nn.Parameter)
+            and isinstance(p, spmd.XLAShardedTensor)
+            and not isinstance(y, nn.Parameter)
+        ),
+        True,
+    ),
+    "input": (lambda x, y, p, mesh: x.sharding is None and x.partition_spec is None, True),
+    "identity": (lambda x, y, p, mesh: spmd.mark_sharding(x, mesh, ("x",)) is x, True),
+    "copy": (
+        lambda x, y, p, mesh: spmd.mark_sharding(x, mesh, ("x",), inplace=False) is not x,
+        True,
+    ),
+    "result": (lambda x, y, p, mesh: y.sharding is None, False),
+    "has": (lambda x, y, p, mesh: hasattr(y, "sharding"), False),
+    "get": (lambda x, y, p, mesh: getattr(y, "sharding", 1) is None, False),
+    "marked": (
+        lambda x, y, p, mesh: (
+            spmd.mark_sharding(x, mesh, ("x",)).sharding is not None and x.sharding is not None
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_a_function_asks_of_a_tensor(name, mesh_1d):
+    question, is_traced = QUESTIONS[name]
+
     def function(x, p):
         y = x + 1
-        known = (
-            isinstance(x, spmd.XLAShardedTensor)
-            and isinstance(y, (int, spmd.XLAShardedTensor))
-            and isinstance(p, nn.Parameter)
-            and isinstance(p, spmd.XLAShardedTensor)
-            and isinstance(y, torch.Tensor)
-            and not isinstance(y, nn.Parameter)
-        )
-        return y if known and x.sharding is None else -y
+        return y if question(x, y, p, mesh_1d) else -y
 
+    def given():
+        return torch.ones(8, device="xla"), nn.Parameter(torch.ones(2, device="xla"))
+
+    compiled = torch.compile(function, fullgraph=True)
+    if not is_traced:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="known when its operations are"):
+            compiled(*given())
+        torch._dynamo.reset()
+        compiled = torch.compile(function)
+    assert function(*given()).tolist() == compiled(*given()).tolist() == [2.0] * 8
+
+
+def test_the_mark_of_an_input_is_guarded(mesh_1d):
+    compiled = torch.compile(lambda x: x + 1 if x.sharding is None else -x, fullgraph=True)
     x = torch.ones(8, device="xla")
-    parameter = nn.Parameter(torch.ones(2, device="xla"))
-    assert function(x, parameter).tolist() == [2.0] * 8
+    assert compiled(x).tolist() == [2.0] * 8
     spmd.mark_sharding(x, mesh_1d, ("x",))
-    assert function(x, parameter).tolist() == [-2.0] * 8
+    assert compiled(x).tolist() == [-1.0] * 8
 
 
 def test_subclasses():

@@ -19,11 +19,14 @@ def install() -> None:
     for function in (
         xla_sharding.mark_sharding,
         xla_sharding.annotate_custom_sharding,
-        xla_sharding.mark_sharding_with_gradients,
-        xla_sharding.MarkShardingFunction.apply,
         xla_sharding.clear_sharding,
     ):
         trace_as_mark(function)
+    for copying in (
+        xla_sharding.mark_sharding_with_gradients,
+        xla_sharding.MarkShardingFunction.apply,
+    ):
+        trace_as_mark(copying, in_place=False)
     trace_as_global_mesh(xla_sharding.get_global_mesh)
     for constant in (torch_xla.device, xla_model.xla_device):
         trace_as_constant(constant)

@@ -21,18 +21,23 @@ from spmd_core.torch_backend import registration
 from spmd_core.torch_backend.after_import import after_import
 
 
-def trace_as_mark(function: Callable[..., Any]) -> None:
+def trace_as_mark(function: Callable[..., Any], *, in_place: bool = True) -> None:
     """Makes Dynamo put calls of a function into its graph, as `torch.ops.xla.traced_mark`.
 
     Args:
         function: of a tensor, and of meshes, partition specs and other literals; returns a tensor.
+        in_place: whether it returns the tensor itself, unless `inplace=False` is among the
+            arguments, or a `ShardingSpec` of a process's part.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     custom_ops.traced_functions[name] = function
 
     def traced(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         marked: torch.Tensor = torch.ops.xla.traced_mark(t, name, _literal((args, kwargs)))
-        return marked
+        is_new = not in_place or kwargs.get("inplace") is False
+        for given in (*args, *kwargs.values()):
+            is_new = is_new or (isinstance(given, ShardingSpec) and given.minibatch)
+        return marked if is_new else t
 
     _trace_as(function, traced)
 

@@ -6,12 +6,14 @@ torch offers no other way. So here it is traced as a plain fake tensor on device
 """
 
 import functools
-from types import ModuleType
+import sys
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor, meta_utils
 
+from spmd_core.marks import custom_ops
 from spmd_core.tensor.device_storage import DeviceStorage
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.selected_tensor import SelectedTensor
@@ -22,6 +24,7 @@ from spmd_core.torch_backend.after_import import after_import
 def _wrap_tensors(module: Any) -> None:
     """Makes Dynamo track tensors of the device as graph inputs, guarded by their metadata."""
     wrap, class_of = module.VariableBuilder._wrap, module.infer_subclass_type
+    properties = module.get_specialized_props
 
     @functools.wraps(wrap)
     def wrap_plain(self: Any, value: Any) -> Any:
@@ -30,27 +33,77 @@ def _wrap_tensors(module: Any) -> None:
         return wrap(self, value)
 
     module.VariableBuilder._wrap = wrap_plain
-    # None is for tensors whose class changes nothing.
+
+    def with_class(target: Any, tx: Any, example_value: Any, subclass_type: Any) -> Any:
+        found = properties(target, tx, example_value, subclass_type)
+        if subclass_type is None and "class_type" in found and _is_traced(example_value):
+            found["class_type"] = XLAShardedTensor
+        return found
+
+    module.get_specialized_props = with_class
+    # None is for tensors whose class changes no operation.
     module.infer_subclass_type = lambda value: (
         None if type(value) in (XLAShardedTensor, SelectedTensor) else class_of(value)
     )
 
 
-def _know_the_class(module: ModuleType) -> None:
-    """Makes `isinstance(x, XLAShardedTensor)` in a traced function True for those of the device."""
+def _is_traced(value: Any) -> bool:
+    """Whether a value of a graph is a tensor of the device."""
+    return isinstance(value, fake_tensor.FakeTensor) and value.device.type == "xla"
+
+
+def _know_parameters(module: Any) -> None:
+    """Makes `isinstance(x, Parameter)` look at the tensor, as its class does not tell."""
     theirs = module.BuiltinVariable.call_isinstance
 
     @functools.wraps(theirs)
     def call(self: Any, tx: Any, arg: Any, types: Any) -> Any:
         found = theirs(self, tx, arg, types)
-        device = getattr(arg, "device", None)
-        if isinstance(device, torch.device) and device.type == "xla":
-            given = types.as_python_constant()
-            if XLAShardedTensor in (given if isinstance(given, tuple) else (given,)):
-                return type(found)(True)
-        return found
+        if not arg.is_tensor():
+            return found
+        value = arg.as_proxy().node.meta.get("example_value")
+        if not _is_traced(value):
+            return found
+        given = types.as_python_constant()
+        given = given if isinstance(given, tuple) else (given,)
+        is_parameter = nn.Parameter in given and isinstance(value, nn.Parameter)
+        return type(found)(True) if is_parameter else found
 
     module.BuiltinVariable.call_isinstance = call
+
+
+# What Python code may ask a tensor of the device and no other tensor.
+_OWN_ATTRIBUTES = frozenset(
+    name for name in vars(XLAShardedTensor) if name[:1] != "_" and not hasattr(torch.Tensor, name)
+)
+
+
+def _refuse_attributes(module: Any) -> None:
+    """Makes Dynamo leave its graph where the sharding of an intermediate result is asked for.
+
+    It is known when the graph is recorded, as is that of an input that the graph marks.
+    """
+    theirs = module.TensorVariable.var_getattr
+
+    @functools.wraps(theirs)
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        if name in _OWN_ATTRIBUTES and (
+            self.source is None or any(node.target in _MARKS for node in tx.output.graph.nodes)
+        ):
+            sys.modules["torch._dynamo.exc"].unimplemented(
+                gb_type="Sharding of a traced tensor",
+                context=f"{self}.{name}",
+                explanation=f"the attribute {name!r} of a tensor of device 'xla' is known when its "
+                "operations are recorded, after the function was traced.",
+                hints=["Ask for it outside of the compiled function, or before its first mark."],
+            )
+        return theirs(self, tx, name)
+
+    module.TensorVariable.var_getattr = var_getattr
+
+
+# The operators that change the sharding of what they are given.
+_MARKS = tuple(mark for packet in custom_ops.IN_PLACE for mark in (packet, packet.default))
 
 
 def _index_device(own: Any) -> Any:
@@ -116,4 +169,5 @@ def install() -> None:
     after_import("torch._higher_order_ops.invoke_subgraph", _inline_regions)
     after_import("torch._higher_order_ops.effects", _run_effects)
     after_import("torch._dynamo.variables.builder", _wrap_tensors)
-    after_import("torch._dynamo.variables.builtin", _know_the_class)
+    after_import("torch._dynamo.variables.builtin", _know_parameters)
+    after_import("torch._dynamo.variables.tensor", _refuse_attributes)

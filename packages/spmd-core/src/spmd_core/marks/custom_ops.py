@@ -165,9 +165,10 @@ def _revived(literal: Any) -> Any:
 
 
 _install("traced_mark", _call_traced)
-# A function may mark its argument, whose users are then other operations than the result's.
-torch.fx.node.has_side_effect(torch.ops.xla.traced_mark.default)
-torch.fx.node.has_side_effect(torch.ops.xla.dynamo_mark_sharding.default)
+# They mark their argument, whose users are then other operations than the result's.
+IN_PLACE = (torch.ops.xla.traced_mark, torch.ops.xla.dynamo_mark_sharding)
+for _packet in IN_PLACE:
+    torch.fx.node.has_side_effect(_packet.default)
 
 
 def _set_buffer_donor(t: torch.Tensor, should_donate: bool) -> torch.Tensor:
