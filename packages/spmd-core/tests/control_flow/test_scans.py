@@ -274,6 +274,35 @@ def test_a_function_that_no_loop_can_run(fn, error, advice):
     assert torch.equal(scan(lambda c, x: (c + x, None), x[0] * 0, x)[0].cpu(), X.sum(0))
 
 
+def test_gradients_inside_of_a_function():
+    x = X.to("xla")
+    w = torch.ones(4, device="xla", requires_grad=True)
+
+    def accumulating(c, x):
+        (w * x).sum().backward()
+        return c, None
+
+    with pytest.raises(ControlFlowError, match="return the gradients or carry their sum"):
+        scan(accumulating, x[0], x)
+    assert w.grad is None
+
+    def returning(total, x):  # the advice
+        (grad,) = torch.autograd.grad((w * x).sum(), w)
+        return total + grad, None
+
+    total, _ = scan(returning, torch.zeros(4, device="xla"), x)
+    torch.testing.assert_close(total.cpu(), X.sum(0))
+
+
+def test_the_text_of_a_program_has_what_a_loop_runs():
+    x = torch.ones(3, 4, device="xla")
+    text = spmd.debugging.operations(scan(lambda c, x: (c + x, c * x), x[0], x)[1])
+    assert "spmd::scan(" in text and "\n    1: aten::mul.Tensor(input 0, input 1)" in text
+    assert "\n    %1 = aten::mul.Tensor(input 0, input 1)" in spmd.debugging.passes(
+        scan(lambda c, x: (c + x, c * x), x[0], x)[1]
+    )
+
+
 def test_a_function_that_writes_outside_or_leaks():
     x, outside, kept = X.to("xla"), torch.zeros(4, device="xla"), []
     with pytest.raises(ControlFlowError, match="a write in place to a tensor from outside"):

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -16,12 +15,13 @@ from spmd_core.debugging.communication import Collectives as Collectives
 from spmd_core.errors import SpmdError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, pending, read
-from spmd_core.graph.values import Spec
+from spmd_core.graph.values import Entry, Spec
 from spmd_core.program import compile_cache, pipeline, planning
 from spmd_core.program.ir import Graph
 from spmd_core.program.lower import Lowered, lower
 from spmd_core.program.program import Program
 from spmd_core.program.target import Target
+from spmd_core.source_lines import Origin
 from spmd_core.tensor.sharded_tensor import device_tensor
 
 
@@ -180,16 +180,27 @@ def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None =
     with lock:
         found = _kept(program, "operations")
         graph = found.graph if found else _planned(tensors, "operations").graph()
-    first = [0, *accumulate(len(node.entry.outs) for node in graph.nodes)]
-    lines = [f"input {i}: {leaf.spec!r}" for i, leaf in enumerate(graph.leaves)]
-    for number, node in zip(first, graph.nodes):
-        inputs = ", ".join(f"input {-i - 1}" if i < 0 else str(i) for i in node.inputs)
-        where = "" if node.origin is None else f"  # {node.origin}"
-        lines.append(
-            f"{number}: "
-            f"{node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}"
-        )
-    return "\n".join(lines)
+    nodes = [(node.entry, node.inputs, node.origin) for node in graph.nodes]
+    return "\n".join(_operation_lines([leaf.spec for leaf in graph.leaves], nodes))
+
+
+def _operation_lines(
+    inputs: Sequence[Spec], nodes: Sequence[tuple[Entry, Sequence[int], Origin | None]]
+) -> Iterator[str]:
+    """A line for each input and each operation; behind a loop those of what it runs, indented."""
+    for i, spec in enumerate(inputs):
+        yield f"input {i}: {spec!r}"
+    first = 0
+    for entry, numbers, origin in nodes:
+        operands = ", ".join(f"input {-i - 1}" if i < 0 else str(i) for i in numbers)
+        where = "" if origin is None else f"  # {origin}"
+        yield f"{first}: {entry.name}({operands}) -> {', '.join(map(repr, entry.outs))}{where}"
+        first += len(entry.outs)
+        for subgraph in entry.subgraphs:
+            origins = subgraph.origins or (None,) * len(subgraph.nodes)
+            inner = [(*node, each) for node, each in zip(subgraph.nodes, origins)]
+            lines = [*_operation_lines(subgraph.parameters, inner)]
+            yield from (f"    {line}" for line in lines)
 
 
 def graph_hash(*tensors: torch.Tensor) -> bytes:

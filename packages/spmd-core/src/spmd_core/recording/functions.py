@@ -158,8 +158,14 @@ class FunctionRecording:
             _thread.current = around
 
     def check_writes(self) -> None:
-        """Raises ControlFlowError if the function has written in place to an argument."""
+        """Raises ControlFlowError if the function has written to an argument, or to its `grad`."""
         for tensor, name in self._stand_ins:
+            if tensor.is_leaf and tensor.grad is not None:
+                raise ControlFlowError(
+                    f"{self.what} returns what it computes, and backward() adds to the grad of "
+                    f"tensors; got one for {name or 'an argument'}, of {tensor._handle.spec!r}. "
+                    "Call torch.autograd.grad, and return the gradients or carry their sum."
+                )
             if name and tensor._handle.storage.version:
                 raise ControlFlowError(
                     f"{self.what} computes new tensors, as its writes would be lost between runs; "
