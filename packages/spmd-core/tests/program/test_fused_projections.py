@@ -189,6 +189,55 @@ def test_features_that_are_joined_before_a_product(mesh_2d, num_devices):
         torch.testing.assert_close(ours.cpu(), right, rtol=1e-4, atol=1e-4)
 
 
+def joined_again(x, w, v):
+    parts = F.linear(x, w).split([24, 8], -1)
+    return [F.linear(torch.cat([part.tanh() for part in parts], -1), v)]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "marks", "kinds"),
+    [
+        pytest.param(
+            lambda x, w: torch.bmm(x, w).chunk(2, -1),
+            [(4, 96, 8), (4, 8, 32)],
+            [(None, "a", None), (None, None, "b")],
+            {"order_sections": 1, "cut_sections": 1, "join_sections": 1, "restore_sections": 1},
+            id="experts",
+        ),
+        pytest.param(
+            lambda x, w: [*F.linear(x, w).chunk(2, -1), *F.linear(x.sin(), w).split([8, 24], -1)],
+            [(8, 48, 8), (32, 8)],
+            [("a", None, None), ("b", None)],
+            {"order_sections": 2, "cut_sections": 2, "join_sections": 2, "restore_sections": 2},
+            id="one weight in two orders",
+        ),
+        pytest.param(
+            joined_again,
+            [(8, 48, 8), (32, 8), (8, 32)],
+            [("a", None, None), ("b", None), (None, "b")],
+            {"order_sections": 2, "cut_sections": 2, "join_sections": 2, "restore_sections": 2},
+            id="cut and joined",
+        ),
+    ],
+)
+def test_other_products(mesh_2d, num_devices, function, shapes, marks, kinds):
+    several(num_devices)
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in shapes]
+
+    def step(tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        outs = [out * (i + 1) for i, out in enumerate(function(*leaves))]
+        sum(out.square().mean() for out in outs).backward()
+        return [*outs, *(leaf.grad for leaf in leaves)]
+
+    found = step([spmd.mark_sharding(t.to("xla"), mesh_2d, m) for t, m in zip(tensors, marks)])
+    assert moved(*found) == kinds
+    spmd.sync()
+    for ours, right in zip(found, step(tensors)):
+        torch.testing.assert_close(ours.cpu(), right, rtol=1e-4, atol=1e-4)
+
+
 def linear(x, weight, bias):
     return F.linear(x, weight, bias)
 
