@@ -53,6 +53,13 @@ BENCHMARKS = {
             Amount("lengths.*.blocks.peak_bytes"),
         ),
     ),
+    "compile_once": Benchmark(
+        ("preset", "devices"),
+        (
+            Ratio("seconds.an input.cpu_s", "seconds.as recorded.cpu_s"),
+            Amount("programs.an input"),
+        ),
+    ),
     "compiles_cuda_1_devices": Benchmark((), (Amount("not_compiled"),)),
     "compiles_v4-8_1_devices": Benchmark((), (Amount("not_compiled"),)),
     "context_parallel": Benchmark(
