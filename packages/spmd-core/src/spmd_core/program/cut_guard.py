@@ -20,10 +20,8 @@ class CutGuard:
             if it raises, the cut has failed.
         after_program: called with the same key once the program is compiled; not called for a
             program that cannot be compiled.
-        after_start: called with the plan and the program once it was started and its results are
-            those of the storages; None where nobody asks.
-        names_origins: whether the program names the lines that its operations come from, if they
-            were recorded.
+        after_start: of a step that is captured: called with the plan and the program, once it was
+            started and its results are those of the storages. Else None.
     """
 
     label: str
@@ -31,7 +29,6 @@ class CutGuard:
     before_program: Callable[[Key], None]
     after_program: Callable[[Key], None]
     after_start: Callable[[CutPlan, Program], None] | None = None
-    names_origins: bool = True
 
 
 class _ThreadState(threading.local):

@@ -214,8 +214,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             take over their buffers.
     """
     guard = this_thread.cut_guard
-    names_origins = guard is None or guard.names_origins
-    planned = plan(live, label=_program_label(), donates=donates, names_origins=names_origins)
+    is_captured = guard is not None and guard.after_start is not None
+    planned = plan(live, label=_program_label(), donates=donates, is_captured=is_captured)
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
     read = [*leaves, *planned.state.sources]

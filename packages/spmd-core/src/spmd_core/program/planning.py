@@ -87,7 +87,7 @@ class CutPlan:
 
 
 def plan(
-    live: list[Storage], *, label: str = "spmd", donates: bool = True, names_origins: bool = True
+    live: list[Storage], *, label: str = "spmd", donates: bool = True, is_captured: bool = False
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -96,7 +96,8 @@ def plan(
         label: the prefix of the program's name.
         donates: whether leaves may be donated to this program: no other pending operation reads
             them.
-        names_origins: whether the program names its operations' lines, where they are known.
+        is_captured: whether the program may run again on the same constants, which are then not
+            donated. It does not name the lines of its operations, which are recorded for errors.
     """
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
@@ -142,8 +143,11 @@ def plan(
     before = [s.committed or state.first.get(s) for s in live]
     out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
     # verify() runs a program twice on the same inputs, so nothing is donated.
+    kept = set(state.held.values())
+    if is_captured:
+        kept |= {leaf for leaf in leaves if leaf.owner is None or leaf.owner() is None}
     donated = (
-        _donated(live, leaves, targets, out_placements, elsewhere, set(state.held.values()))
+        _donated(live, leaves, targets, out_placements, elsewhere, kept)
         if donates and not config.verify_programs
         else {}
     )
@@ -159,7 +163,7 @@ def plan(
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         tuple(donated),
         device_ids,
-        _origins(nodes) if names_origins and source_lines.is_used() else (),
+        _origins(nodes) if source_lines.is_used() and not is_captured else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )

@@ -14,11 +14,13 @@ import torch
 
 from spmd_core.arguments import checked, require_callable, require_kind
 from spmd_core.config import config
+from spmd_core.errors import CaptureError
 from spmd_core.graph.recorders import lock
 from spmd_core.marks.marking import mark_sharding
-from spmd_core.program import execution
+from spmd_core.program import cut_guard, execution
 from spmd_core.runtime import devices, interrupts
 from spmd_core.sharding.mesh import Mesh
+from spmd_core.source_lines import user_line
 from spmd_core.steps.structures import map_tensors, to_cpu
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -62,9 +64,16 @@ def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool
 
     Raises:
         RuntimeError: an earlier asynchronous closure raised.
+        CaptureError: called inside of a captured step.
         TypeError: `closure` is no function, or `args` no tuple or list.
     """
     require_callable("closure", closure)
+    guard = cut_guard.this_thread.cut_guard
+    if guard is not None and guard.after_start is not None:
+        raise CaptureError(
+            "a captured step runs its Python only when it is recorded; got add_step_closure inside "
+            f"of one, at {user_line()}. Call it after the step, with what that returns."
+        )
     require_kind("args", args, tuple, list, write="args=(value,)")
     _background.raise_error()
     _waiting.append(_StepClosure(closure, tuple(args), run_async))

@@ -200,7 +200,6 @@ class StepProgram(ContextDecorator):
             self._check_program,
             self._count_program,
             self._after_start,
-            names_origins=self._after_start is None,
         )
 
     def __exit__(

@@ -1,6 +1,7 @@
 """Captured steps do what recorded ones do, whatever the user changes between two calls."""
 
 import time
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -385,6 +386,10 @@ def with_iterator():
         (kept_list, 12, r"kept\[\d+\] is a tensor of shape \(3,\) in place of nothing"),
         (kept_elsewhere, 1, r"something keeps, float32\[3\]"),
         (counted, 12, r"state\['calls'\] is \d+ in place of"),
+        (lambda: lambda x: x * time.perf_counter(), 1, r"clock at .*test_captured.py:\d+"),
+        (lambda: lambda x: (datetime.now(), x * 2)[1], 1, r"clock at .*test_captured.py:\d+"),
+        (lambda: lambda x: (open(__file__).close(), x * 2)[1], 1, "file or process at"),
+        (lambda: lambda x: spmd.add_step_closure(len, (x,)), 1, "add_step_closure inside"),
         (with_iterator, 1, "an iterator, of type list_iterator, at items"),
     ],
 )
@@ -395,12 +400,51 @@ def test_what_no_replay_would_do_is_refused(make, calls, match, monkeypatch):
         repeat(step, calls, torch.ones(3).to("xla"))
 
 
-def test_values_that_vary_without_an_argument_are_refused():
-    step = spmd.compile(lambda x: x * time.perf_counter(), capture=True)
+class Noise:
+    """Its values vary, and nothing that Python code can look at does."""
+
+    values = map(float, range(9))
+
+    def __float__(self):
+        return next(vars(Noise)["val" + "ues"])
+
+
+NOISE = Noise()
+
+
+def test_numbers_that_vary_without_an_argument_are_refused():
+    step = spmd.compile(lambda x: x * float(NOISE), capture=True)
     x = torch.ones(3).to("xla")
     step(x)
-    with pytest.raises(CaptureError, match=r"aten::mul.Tensor, recorded at .*:\d+.* got \d"):
+    with pytest.raises(CaptureError, match=r"aten::mul.Tensor, recorded at .*:\d+.* got 0.0 and"):
         step(x)
+
+
+def test_an_argument_that_is_state_as_well():
+    first, second = (torch.full((3,), v).to("xla") for v in (1.0, 10.0))
+    held = [first, second]
+
+    @spmd.compile(capture=True)
+    def grow(x):
+        held[0].mul_(2)
+        return x.sum()
+
+    expected = [6.0, 12.0, 24.0, 48.0]
+    assert [grow(first).item() for _ in range(4)] == expected
+    assert [grow(second).item() for _ in range(4)] == [30.0] * 4
+    third = torch.zeros(3).to("xla")
+    assert [grow(third).item() for _ in range(4)] == [0.0] * 4
+    assert held[0].tolist() == [2.0**12] * 3
+
+
+def test_constants_of_a_step_are_kept():
+    @spmd.compile(capture=True)
+    def step(x):
+        return x * torch.tensor([1.0, 2.0, 3.0], device="xla")
+
+    for i in range(5):
+        assert step(torch.full((3,), float(i)).to("xla")).tolist() == [i, 2.0 * i, 3.0 * i]
+    assert step.replayed == 3
 
 
 def test_a_failure_loses_nothing(monkeypatch):

@@ -1,19 +1,15 @@
 """A captured step: records its first calls; once two of them agree, replays their program."""
 
 import functools
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree
 
-from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.debugging.recompiles import explain
 from spmd_core.errors import CaptureError
@@ -23,9 +19,8 @@ from spmd_core.program import cut_guard
 from spmd_core.program.compile_cache import Compiled, Key
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
-from spmd_core.recording import random_stream
 from spmd_core.runtime import abstract
-from spmd_core.steps.capture import bindings, numbers, reachable
+from spmd_core.steps.capture import bindings, host_effects, numbers, reachable
 from spmd_core.steps.capture.bindings import Binding
 from spmd_core.steps.capture.numbers import Live
 from spmd_core.steps.capture.reachable import Reached
@@ -123,7 +118,7 @@ class Captured:
             tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
             kind = self._kind(leaves, tree)
             replay = kind.replay
-            if replay is not None and _may_replay() and replay.ready():
+            if replay is not None and _may_replay() and replay.ready(tensors):
                 values = replay.numbers()
                 if values is not None:
                     found = replay(tensors, values)
@@ -163,9 +158,7 @@ class Captured:
         before = reachable.walk(self._function, kind.kept)
         self.reason, since = self._reason(kind, before)
         started: list[tuple[CutPlan, Program]] = []
-        state = torch.get_rng_state()
-        others = random.getstate(), _numpy_state()
-        with _lines(), random_stream.listening() as draws, _no_prints() as prints:
+        with _lines(), host_effects.noted() as effects:
             outcome: list[Outcome] = []
 
             def run() -> None:
@@ -175,7 +168,7 @@ class Captured:
             self._region(run, lambda plan, program: started.append((plan, program)))
         self.recorded += 1
         found = _pytree.tree_unflatten(outcome[0].leaves, outcome[0].tree)
-        _refuse_host_effects(state, others, draws, prints)
+        effects.refuse()
         if abstract.run() is not None or not started:
             return found
         after = reachable.walk(self._function, kind.kept)
@@ -189,7 +182,7 @@ class Captured:
             program,
             bindings.of_leaves(plan, arguments, own_state, after),
             bindings.of_results(plan, arguments, own_state, after, outcome[0].leaves),
-            draws,
+            effects.draws,
             {path: after.number(path) for path in after.numbers},
             {path: grad is not None for path, grad in before.grads.items()},
             outcome[0],
@@ -351,64 +344,6 @@ def _lines() -> Iterator[None]:
         yield
     finally:
         config.record_source_lines = before
-
-
-class _Stream:
-    """stdout or stderr, and the lines of the user's program that write there."""
-
-    def __init__(self, stream: Any, lines: list[str]) -> None:
-        self._stream, self._lines = stream, lines
-
-    def write(self, text: str) -> Any:
-        frame = sys._getframe(1)
-        if frame.f_globals.get("__name__") != "warnings":
-            self._lines.append(source_lines.user_line())
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def _no_prints() -> Iterator[list[str]]:
-    """Yields a list of the lines that print inside."""
-    lines: list[str] = []
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Stream(stream, lines) for stream in before)
-    try:
-        yield lines
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-def _numpy_state() -> Any:
-    state: Any = np.random.get_state()
-    return state[1].tobytes(), state[2:]
-
-
-def _refuse_host_effects(
-    state: torch.Tensor, others: tuple[Any, Any], draws: Sequence[Any], prints: Sequence[str]
-) -> None:
-    """Raises for what a replay would leave out: prints, and random numbers of the host."""
-    if prints:
-        raise CaptureError(
-            "a captured step runs its Python only when it is recorded, and then prints; got a "
-            f"print at {prints[0]}. Print what the step returns, outside of it."
-        )
-    num_default = sum(generator is None for generator, _ in draws)
-    is_others = not torch.equal(torch.get_rng_state(), random_stream.advanced(state, num_default))
-    names = ("Python's random", "numpy.random")
-    changed = [
-        name
-        for name, old, new in zip(names, others, (random.getstate(), _numpy_state()))
-        if old != new
-    ]
-    if is_others or changed:
-        raise CaptureError(
-            "a captured step draws random numbers on the device; got numbers of "
-            f"{changed[0] if changed else 'torch on the CPU'}. Write torch.rand(..., "
-            "device='xla'), or draw them outside and pass them."
-        )
 
 
 def _name(function: Any) -> str:

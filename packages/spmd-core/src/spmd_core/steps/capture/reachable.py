@@ -9,7 +9,9 @@ captured call, so it compares identities, in C where there are many.
 import functools
 import itertools
 import operator
+import os
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -37,6 +39,11 @@ _OWNERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSc
 _CONSTANT = frozenset(
     {"torch", "jax", "jaxlib", "numpy", "spmd_core", *sys.stdlib_module_names}
 ) - {"types", "argparse"}
+_INSTALLED = tuple(
+    path + os.sep
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _handle_of = operator.attrgetter("_handle")
 _sharding_of = operator.attrgetter("sharding")
 _requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -321,24 +328,23 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def is_users(file: str) -> bool:
+    """Whether the code of a file is the user's: no installed package's, and not Python's own."""
+    return not source_lines.is_library(file) and not file.startswith(_INSTALLED)
+
+
 def _is_library(function: types.FunctionType) -> bool:
-    return function.__module__ != "__main__" and source_lines.is_library(
-        function.__code__.co_filename
-    )
+    return function.__module__ != "__main__" and not is_users(function.__code__.co_filename)
 
 
 def _is_library_module(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return module.__name__ != "__main__" and (file is None or _is_library_file(file))
+    return module.__name__ != "__main__" and (file is None or not is_users(file))
 
 
 def _is_library_class(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
     return module is None or _is_library_module(module)
-
-
-def _is_library_file(file: str) -> bool:
-    return source_lines.is_library(file)
 
 
 class Guards:

@@ -149,6 +149,10 @@ class Replay:
         self._versions = [
             t for t in self._reached.tensors.values() if t._handle.storage in storages
         ]
+        # An argument that the step also reaches is state, and only that tensor may be passed.
+        self._state = {t._handle.storage for t in self._reached.tensors.values()}
+        given_now = [t._handle.storage for t in arguments]
+        self._argument_state = [s if s in self._state else None for s in given_now]
         number = {plan.live[i]: i for i in at if results[i].kind is Kind.RESULT}
         self._made = [
             _Made(i, storage.spec, storage.sharding, placements[i]) for storage, i in number.items()
@@ -159,11 +163,18 @@ class Replay:
             _returned(leaf, made, given, arguments) for leaf in outcome.leaves
         ]
 
-    def ready(self) -> bool:
-        """Whether the call can be replayed now: what it depends on is as it was.
+    def ready(self, arguments: Sequence[XLAShardedTensor]) -> bool:
+        """Whether a call can be replayed now: what it depends on is as it was.
 
         Ends the step that is pending in this thread, if any.
+
+        Args:
+            arguments: the tensors among its arguments.
         """
+        for argument, state in zip(arguments, self._argument_state):
+            storage = argument._handle.storage
+            if state is not storage and (state is not None or storage in self._state):
+                return False
         if not self.guards.hold() or failed() or pending_elsewhere():
             return False
         if [t.grad is not None for t in self._parameters] != self._have_gradients:
