@@ -403,10 +403,10 @@ def test_what_no_replay_would_do_is_refused(make, calls, match, monkeypatch):
 class Noise:
     """Its values vary, and nothing that Python code can look at does."""
 
-    values = map(float, range(9))
+    v = map(float, range(9))
 
     def __float__(self):
-        return next(vars(Noise)["val" + "ues"])
+        return next(vars(Noise)["v"])
 
 
 NOISE = Noise()
