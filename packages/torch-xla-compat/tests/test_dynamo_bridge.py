@@ -51,7 +51,8 @@ def test_wrong_marks_have_torch_xlas_errors(mesh):
         compiled(x, ("x",))
     with pytest.raises(ValueError, match="'nowhere'"):
         compiled(x, ("x", "nowhere"))
-    with pytest.raises(IndexError, match="there is one logical device"):
+    # Dynamo wraps the error in some releases.
+    with pytest.raises((IndexError, RuntimeError), match="there is one logical device"):
         torch.compile(lambda x: x + torch.ones(4, device=torch_xla.device(1)))(x)
 
 

@@ -39,7 +39,21 @@ def openxla(
     code = compiled.__func__.__code__
     source_lines.note_generated(code, _places(graph_module.graph, text, code.co_firstlineno))
     function: Callable[..., Any] = compiled
-    return function
+    return _without_overrides(function) if _has_overrides(graph_module.graph) else function
+
+
+def _has_overrides(graph: torch.fx.Graph) -> bool:
+    """Whether an input has a class of the user's, whose `__torch_function__` Dynamo traced."""
+    classes = (node.type for node in graph.nodes if node.op == "placeholder")
+    return any(hasattr(cls, "_user_class") for cls in classes)
+
+
+def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _places(graph: torch.fx.Graph, text: str, first_line: int) -> dict[int, source_lines.Place]:

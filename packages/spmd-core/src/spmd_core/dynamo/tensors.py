@@ -83,12 +83,25 @@ def _refuse_attributes(module: Any) -> None:
 
     It is known when the graph is recorded, as is that of an input that the graph marks.
     """
-    theirs = module.TensorVariable.var_getattr
+    # Releases of torch call it otherwise.
+    names = [name for name in _ATTRIBUTE_READS if name in vars(module.TensorVariable)]
+    assert names, "Dynamo's tensors have a method that reads attributes"
+    for name in names:
+        method = getattr(module.TensorVariable, name)
+        setattr(module.TensorVariable, name, _without_shardings(method))
 
+
+_ATTRIBUTE_READS = ("var_getattr", "tp_getattro_impl")
+
+
+def _without_shardings(theirs: Any) -> Any:
     @functools.wraps(theirs)
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        if name in _OWN_ATTRIBUTES and (
-            self.source is None or any(node.target in _MARKS for node in tx.output.graph.nodes)
+    def getattr_of(self: Any, tx: Any, name: str) -> Any:
+        if (
+            name in _OWN_ATTRIBUTES
+            and self.device is not None
+            and self.device.type == "xla"
+            and (self.source is None or any(n.target in _MARKS for n in tx.output.graph.nodes))
         ):
             sys.modules["torch._dynamo.exc"].unimplemented(
                 gb_type="Sharding of a traced tensor",
@@ -99,7 +112,7 @@ def _refuse_attributes(module: Any) -> None:
             )
         return theirs(self, tx, name)
 
-    module.TensorVariable.var_getattr = var_getattr
+    return getattr_of
 
 
 # The operators that change the sharding of what they are given.
