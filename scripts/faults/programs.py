@@ -3,6 +3,25 @@
 from .fault import Fault
 
 FAULTS = (
+    # ---- control_flow ----------------------------------------------------------------------------
+    Fault(
+        "spmd_core/control_flow/scans.py",
+        "the loop of a scan's gradients runs in the scan's own direction",
+        "closed, length=length, reverse=not reverse)",
+        "closed, length=length, reverse=reverse)",
+    ),
+    Fault(
+        "spmd_core/control_flow/scan_loops.py",
+        "a value that changes from run to run is computed from the last one",
+        "                x in changing or not same",
+        "                not same",
+    ),
+    Fault(
+        "spmd_core/control_flow/operands.py",
+        "random operations of nested loops draw the same numbers",
+        "index = around if index is None else around * _MIX + index",
+        "index = around if index is None else index",
+    ),
     # ---- graph -----------------------------------------------------------------------------------
     Fault(
         "spmd_core/graph/storage.py",

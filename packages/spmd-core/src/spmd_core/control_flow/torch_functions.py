@@ -162,8 +162,9 @@ def install() -> None:
             releases.note_absent(f"torch._higher_order_ops.{name}")
             continue
         # Compilers trace it with tensors of theirs, which say that they are on the device.
-        traced = operator.py_kernels[DispatchKey.Autograd]
-        operator.py_impl(DispatchKey.AutogradXLA)(_choosing(traced, kernel))
+        traced = operator.py_kernels.get(DispatchKey.Autograd)
+        choosing = kernel if traced is None else _choosing(traced, kernel)
+        operator.py_impl(DispatchKey.AutogradXLA)(choosing)
         operator.py_impl(XLAShardedTensor)(kernel)
         chosen = _choosing(theirs, form)
         for place in (torch, torch._higher_order_ops, module):
