@@ -164,15 +164,6 @@ def _inline_regions(module: Any) -> None:
     module.invoke_subgraph.py_impl(XLAShardedTensor)(call)
 
 
-def _run_effects(module: Any) -> None:
-    """Makes the graphs of AOTAutograd run operations that it keeps in their order, such as checks.
-
-    The device runs them in the order in which they are recorded.
-    """
-    own = module.with_effects.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
-    module.with_effects.py_impl(XLAShardedTensor)(own)
-
-
 def install() -> None:
     """Changes torch's fake tensors now, and Dynamo once it is imported."""
     fake_tensor.FakeTensor.__new__ = staticmethod(  # type: ignore[method-assign]
@@ -180,7 +171,6 @@ def install() -> None:
     )
     _identify_storages()
     after_import("torch._higher_order_ops.invoke_subgraph", _inline_regions)
-    after_import("torch._higher_order_ops.effects", _run_effects)
     after_import("torch._dynamo.variables.builder", _wrap_tensors)
     after_import("torch._dynamo.variables.builtin", _know_parameters)
     after_import("torch._dynamo.variables.tensor", _refuse_attributes)
