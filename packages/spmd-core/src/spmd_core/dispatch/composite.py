@@ -404,10 +404,11 @@ def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..
     handler = out_handler(overload)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs["out"], XLAShardedTensor):  # a fake tensor
+        given = (*args, *kwargs.values())
+        if not any(isinstance(a, XLAShardedTensor) for a in given):  # fake tensors
             return overload.decompose(*args, **kwargs)
         if torch.is_grad_enabled() and any(
-            isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+            isinstance(a, torch.Tensor) and a.requires_grad for a in given
         ):
             raise RuntimeError(
                 f"{overload._schema.name.removeprefix('aten::')}(): functions with out=... "
