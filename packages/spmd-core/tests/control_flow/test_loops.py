@@ -88,3 +88,15 @@ def test_indices_are_checked_in_conditions_and_bodies():
     with pytest.raises(IndexError, match="in spmd::while_loop"):
         row.cpu()
     assert while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 5, table[s[0]]), first)[1].item() == 5
+
+
+def test_what_a_while_loop_detaches_has_no_gradient_to_refuse():
+    w = torch.eye(4).to("xla").requires_grad_()
+    x = torch.ones(4).to("xla").requires_grad_()
+    halved = while_loop(lambda s: s.sum() > 1, lambda s: s @ w.detach() / 2, x.detach())
+    assert not halved.requires_grad and halved.tolist() == [0.25] * 4
+    (grad,) = torch.autograd.grad((halved * x).sum(), x)
+    assert grad.tolist() == [0.25] * 4
+    read = while_loop(lambda s: s.sum() > 1, lambda s: s @ w / 2, x.detach())
+    with pytest.raises(ControlFlowError, match="or detach"):
+        read.sum().backward()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from control_flow.eager_loops import both, on
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -305,9 +306,19 @@ def test_the_text_of_a_program_has_what_a_loop_runs():
 
 def test_a_function_that_writes_outside_or_leaks():
     x, outside, kept = X.to("xla"), torch.zeros(4, device="xla"), []
-    with pytest.raises(ControlFlowError, match="a write in place to a tensor from outside"):
-        scan(lambda c, x: (c, outside.add_(x)), x[0], x)
-    assert outside.tolist() == [0] * 4
+    for write in (
+        lambda x: outside.add_(x),
+        lambda x: setattr(outside, "data", outside.data + x),
+        lambda x: outside.data.add_(x),
+        lambda x: outside.set_(x),
+        lambda x: outside.resize_(2),
+        lambda x: outside.unsqueeze_(0),
+    ):
+        with pytest.raises(ControlFlowError, match="a write in place to a tensor from outside"):
+            scan(lambda c, x, write=write: (c, write(x)), x[0], x)
+        assert outside.tolist() == [0] * 4
+    with pytest.raises(ControlFlowError, match="a write in place to the carry"):
+        scan(lambda c, x: (setattr(c, "data", c + x), (c, x))[1], x[0], x)
 
     def leaking(c, x):
         kept.append(c + x)
@@ -329,3 +340,96 @@ def test_arguments():
         scan(lambda c, x: (c, None), x[0], x.sum())
     with pytest.raises(TypeError, match="fn"):
         scan(None, x[0], x)
+
+
+@pytest.mark.parametrize("specs", [None, ((None, "a"), ("b", None), ("a", "b", None))])
+def test_hooks_for_saved_tensors_around_a_loop(specs, mesh_2d):
+    """A checkpoint around a loop, and one on the CPU, save its operands, and no stand-ins."""
+
+    def compute(device, w, h, x):
+        if device == "xla" and specs is not None:
+            for t, spec in zip((w, h, x), specs):
+                spmd.mark_sharding(t, mesh_2d, spec)
+        loop, choose = on(device)
+
+        def run(h):
+            return loop(lambda c, x: (torch.sin(c @ w) * x, c), h, x)[0]
+
+        def branch(h):
+            return choose(h.sum() < 99, lambda h: torch.sin(h @ w), lambda h: h, h)
+
+        results = [checkpoint(f, h, use_reentrant=False) for f in (run, branch)]
+        with torch.autograd.graph.save_on_cpu():
+            results.append(run(h))
+        return [*results, *torch.autograd.grad(sum(r.sum() for r in results), (w, h, x))]
+
+    both(compute, torch.randn(4, 4) / 2, torch.randn(6, 4), torch.randn(3, 6, 4))
+
+
+def test_a_write_to_what_autograd_saved_is_noticed():
+    def step(c, x):
+        e = torch.exp(c)
+        y = e * 2
+        e.mul_(3)
+        return y, None
+
+    x = X.to("xla").requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scan(step, x[0], x)
+
+
+def test_the_gradient_of_a_tensor_from_outside_is_read():
+    def compute(device, w, x):
+        w.square().sum().backward()
+        return [on(device)[0](lambda c, x: (c @ w.grad + x, c), x[0].detach(), x)[0]]
+
+    both(compute, torch.randn(4, 4) / 2, X)
+
+
+def test_gradients_are_computed_outside_of_autocast():
+    """As those of a layer whose forward runs in float32 inside of it, and backward behind it."""
+
+    def compute(device, w, x):
+        loop, choose = on(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+
+            def step(c, x):
+                with torch.autocast(device, enabled=False):
+                    return torch.tanh(c @ w + x), c
+
+            h, _ = loop(step, x[0], x)
+            h = choose(h.sum() < 99, lambda h: step(h, h)[0], lambda h: h, h)
+        return [h, *torch.autograd.grad(h.square().sum(), (w, x))]
+
+    both(compute, torch.randn(4, 4), X, rtol=1e-5)
+
+
+def test_loops_and_branches_in_inference_mode():
+    def compute(device, w, x):
+        loop, choose = on(device)
+        with torch.inference_mode():
+            h, y = loop(lambda c, x: (torch.tanh(c @ w + x), c.clone().add_(1)), x[0], x)
+            return [h, y, choose(h.sum() < 99, lambda h: h @ w, lambda h: h, h)]
+
+    both(compute, torch.randn(4, 4) / 2, X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's forward mode
+def test_what_loops_do_not_transform():
+    x, w = X.to("xla"), torch.eye(4).to("xla")
+
+    def loss(w):
+        return scan(lambda c, x: (torch.tanh(c @ w + x), None), x[0], x)[0].sum()
+
+    for transform in (torch.func.grad, torch.vmap):
+        with pytest.raises(ControlFlowError, match="give tensors a batch dim"):
+            transform(loss)(w)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, w)
+        primal = forward_ad.unpack_dual(dual).primal
+        for run in (loss, lambda w: spmd.control_flow.cond(w.sum() > 0, loss, loss, w)):
+            with pytest.raises(ControlFlowError, match="pass the primal"):
+                run(dual)
+            assert run(primal).item() == loss(w).item()  # the advice
+    w.requires_grad_()
+    assert torch.autograd.grad(loss(w), w)[0].shape == (4, 4)

@@ -22,6 +22,7 @@ from spmd_core.control_flow.operands import (
     require_like,
     results_of,
 )
+from spmd_core.control_flow.repeated import Record, under_autocast
 from spmd_core.errors import ControlFlowError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import read
@@ -77,7 +78,8 @@ def cond(
     choice = _require_choice(pred)
     given, tree = flatten(operands, "the operands of a cond")
     given = [inside(t) for t in given]
-    plan = _Plan.of((true_fn, false_fn), given, tree)
+    functions = under_autocast(true_fn), under_autocast(false_fn)
+    plan = _Plan.of(functions, given, tree)
     tensors = [inside(choice), *given, *(inside(t) for t, _ in plan.closed_over)]
     if not plan.num_results:
         return plan.out_tree.unflatten([])
@@ -130,7 +132,7 @@ class _Branch:
                 )
                 for t in operands
             ]
-            start = derivatives.sequence_number()
+            start = derivatives.sequence_number() if follows else 0
             returned = function(*tree.unflatten([t for t, _ in self.given]))
             self.results = results_of(recording, returned, f"what {what} returns")
             if follows:
@@ -238,6 +240,7 @@ class _Plan:
         backward: the operation of the gradients; None if no result has one.
         inputs: the positions, among operands and closed-over tensors, of those that have gradients.
         is_random: whether a branch draws random numbers.
+        record: what the branches have recorded.
     """
 
     functions: tuple[Callable[..., Any], Callable[..., Any]]
@@ -251,6 +254,7 @@ class _Plan:
     backward: _Operation | None
     inputs: list[int]
     is_random: bool
+    record: Record
 
     @staticmethod
     def of(
@@ -279,6 +283,8 @@ class _Plan:
         backward = None
         if any(differentiable):
             backward = _backward(branches, differentiable, inputs, keys, tensors)
+        subgraphs = () if forward is None else forward.entry.subgraphs
+        outer = [] if forward is None else [value for own in forward.outer for value in own]
         return _Plan(
             functions,
             tree,
@@ -290,8 +296,13 @@ class _Plan:
             differentiable,
             backward,
             inputs,
-            forward is not None
-            and any(entry.random for part in forward.entry.subgraphs for entry in part.entries()),
+            any(entry.random for subgraph in subgraphs for entry in subgraph.entries()),
+            Record.of(
+                subgraphs,
+                [] if forward is None else forward.numbers,
+                [each.tensor for each in captured.values()],
+                outer,
+            ),
         )
 
     def run(self, tensors: Sequence[XLAShardedTensor]) -> tuple[XLAShardedTensor, ...]:
@@ -320,6 +331,9 @@ class _Plan:
                 "gradients, as a second recording draws others; got create_graph=True. "
                 "Draw the numbers before, and pass them as operands."
             )
+        operands = list(tensors[1 : 1 + self.num_operands])
+        again = _Plan.of(self.functions, operands, self.tree)
+        self.record.require_same(again.record, "the branches of a cond")
         own = [grad for grad, has in zip(grads, self.differentiable) if has]
 
         def product(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,7 +359,6 @@ class _Plan:
 
             return compute
 
-        operands = list(tensors[1 : 1 + self.num_operands])
         found = cond(tensors[0], *map(product, self.functions), own, operands)
         return self._in_order(found, len(tensors))
 
@@ -376,9 +389,10 @@ def _backward(
             stand_ins = [*(t for t, _ in branch.given), *(branch.stand_in(key) for key in keys)]
             wanted = [stand_ins[i] for i in inputs]
             present = [t for t in wanted if t is not None]
-            found = derivatives.vector_jacobian_product(
-                results, present, [t for t, _ in cotangents]
-            )
+            with torch.autocast("xla", enabled=False):  # as backward() runs
+                found = derivatives.vector_jacobian_product(
+                    results, present, [t for t, _ in cotangents]
+                )
             of_present = iter(found)
             made: list[Any] = []
             for i, t in zip(inputs, wanted):

@@ -110,7 +110,9 @@ def while_loop(
         return record(entry, operand_values, [*parts[0][2], *parts[1][2]])
 
     operands = [*carry, *index, *closed[0], *closed[1]]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+    # What the functions detach has no gradient to refuse.
+    has_gradient = any(t.requires_grad for t in (*carry, *body.results[0]))
+    if torch.is_grad_enabled() and has_gradient:
         results = _WithoutGradient.apply(run, *operands)
     else:
         results = run(*operands)

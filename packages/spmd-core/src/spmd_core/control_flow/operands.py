@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from spmd_core.errors import ControlFlowError, DeviceMismatchError
@@ -15,7 +16,7 @@ from spmd_core.graph.subgraphs import ControlEntry, Subgraph
 from spmd_core.graph.values import OpResult, Value
 from spmd_core.manual.region import current_region
 from spmd_core.recording import random_stream
-from spmd_core.recording.functions import FunctionRecording
+from spmd_core.recording.functions import FunctionRecording, refuse_tangent
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 # Odd, near 2**32 divided by the golden ratio: positions of nested loops do not meet in 32 bits.
@@ -59,6 +60,7 @@ def flatten(tree: Any, what: str) -> tuple[list[XLAShardedTensor], Tree]:
     Raises:
         DeviceMismatchError: a tensor on another device.
         TypeError: a leaf is neither a tensor nor None.
+        ControlFlowError: a tensor with a tangent, or of a transform of torch.func.
     """
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
@@ -68,11 +70,19 @@ def flatten(tree: Any, what: str) -> tuple[list[XLAShardedTensor], Tree]:
                 f"got {type(leaf).__name__} {leaf!r}. "
                 "Write torch.tensor(value, device='xla') for a number, or None for nothing."
             )
+        if leaf is not None and is_functorch_wrapped_tensor(leaf):
+            raise ControlFlowError(
+                "loops and branches are not transformed by torch.func (grad, jvp, vmap); "
+                f"got a tensor of a transform in {what}. Take gradients with torch.autograd.grad, "
+                "and give tensors a batch dim in place of vmap."
+            )
         if leaf is not None and not isinstance(leaf, XLAShardedTensor):
             raise DeviceMismatchError(
                 f"{what} consists of tensors on device 'xla'; got one of shape "
                 f"{tuple(leaf.shape)} on {leaf.device}. Move it first: t = t.to('xla')."
             )
+        if leaf is not None:
+            refuse_tangent(leaf)
     tensors = [leaf for leaf in leaves if leaf is not None]
     return tensors, Tree(spec, [leaf is not None for leaf in leaves])
 
@@ -139,15 +149,20 @@ def active(recording: FunctionRecording, index: XLAShardedTensor | None = None) 
         recording: of the function.
         index: 0-dim int64, other in each run; None for a function that runs once.
     """
-    around = random_stream.position.tensor
+    around = random_stream.position.make  # of the function around this one
+
+    def position() -> torch.Tensor:
+        # Made where a random operation needs it: other functions do not depend on it.
+        if around is None:
+            assert index is not None
+            return index
+        return around() if index is None else around() * _MIX + index
+
     with recording.active():
-        if around is not None:  # the function is in another one's
-            around = recording.inside(around)
-            index = around if index is None else around * _MIX + index
-        if index is None:
+        if index is None and around is None:
             yield
         else:
-            with random_stream.mixing(index):
+            with random_stream.mixing(position):
                 yield
 
 

@@ -137,9 +137,10 @@ class Gradients:
                 *(step.x[i][0] for i in stacks),
                 *(recording.captured[i].stand_in for i in closed),
             ]
-            found = derivatives.vector_jacobian_product(
-                outputs, inputs, [t for t, _ in self._cotangents]
-            )
+            with torch.autocast("xla", enabled=False):  # as backward() runs
+                found = derivatives.vector_jacobian_product(
+                    outputs, inputs, [t for t, _ in self._cotangents]
+                )
             ends = (len(self._carry), len(self._carry) + len(stacks))
             of_carry: list[Any] = [
                 torch.zeros_like(t) if grad is None else grad

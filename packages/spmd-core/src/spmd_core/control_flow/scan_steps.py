@@ -59,7 +59,7 @@ class Step:
             ]
             self.index = recording.argument(_INDEX, None)
         with active(recording, self.index[0]):
-            start = derivatives.sequence_number()
+            start = derivatives.sequence_number() if follows else 0
             returned = flat([t for t, _ in self.carry], [t for t, _ in self.x])
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise TypeError(

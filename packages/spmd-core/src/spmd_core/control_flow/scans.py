@@ -5,7 +5,7 @@ for; `control_flow.scan_loops` makes a loop of each.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from spmd_core.arguments import require_bool, require_callable, require_int
 from spmd_core.control_flow import derivatives
 from spmd_core.control_flow.operands import Tree, flatten, refuse_region
+from spmd_core.control_flow.repeated import Record, under_autocast
 from spmd_core.control_flow.scan_loops import Backward, Gradients, Loop
 from spmd_core.control_flow.scan_steps import read_by, record_step
 from spmd_core.errors import ControlFlowError
@@ -83,6 +84,7 @@ def scan(
     carry, stacks = [inside(t) for t in carry], [inside(t) for t in stacks]
     length = _length(stacks, length)
 
+    @under_autocast
     def flat(carry: Sequence[Any], x: Sequence[Any]) -> Any:
         return fn(carry_tree.unflatten(carry), stack_tree.unflatten(x))
 
@@ -125,6 +127,7 @@ class _Plan:
 
     Attributes:
         flat: the function of lists.
+        tree: the structure of the carry.
         closed_over: what it closes over, and whether it gets a stand-in of that.
         num_carry: the number of tensors that are carried.
         num_stacks: the number of tensors that it goes over.
@@ -134,10 +137,12 @@ class _Plan:
         forward: the loop.
         reads_index: whether the function reads the number of the iteration, as it is random.
         differentiable: for each result whether it has a gradient.
+        record: what the function has recorded.
         backward: the loop of the gradients; None if no result has one.
     """
 
     flat: Callable[..., Any]
+    tree: Tree
     closed_over: list[tuple[XLAShardedTensor, bool]]
     num_carry: int
     num_stacks: int
@@ -146,7 +151,8 @@ class _Plan:
     reverse: bool
     forward: Loop
     reads_index: bool
-    differentiable: list[bool] = field(default_factory=list)
+    differentiable: list[bool]
+    record: Record
     backward: Backward | None = None
 
     def run(
@@ -222,6 +228,8 @@ class _Plan:
         num = self.num_carry + self.num_stacks
         carry, stacks = list(operands[: self.num_carry]), list(operands[self.num_carry : num])
         options: Any = {"length": self.length, "reverse": self.reverse}
+        again, _, _ = _plan(self.flat, (carry, self.tree), stacks, **options)
+        self.record.require_same(again.record, "the function of a scan")
 
         def keeping(c: Any, x: Any) -> Any:
             return flatten(self.flat(c, x)[0], "the carry")[0], c
@@ -319,6 +327,7 @@ def _plan(
     )
     plan = _Plan(
         flat,
+        carry[1],
         [(each.tensor, each.stand_in is each.tensor) for each in captured],
         len(next_carry),
         len(stacks),
@@ -328,6 +337,9 @@ def _plan(
         loop,
         reads_index,
         [t.requires_grad for t in outputs],
+        Record.of(
+            loop.entry.subgraphs, loop.numbers, [each.tensor for each in captured], loop.outer
+        ),
     )
     if gradients is not None:
         plan.backward = gradients.backward(kept, closed, length=length, reverse=not reverse)

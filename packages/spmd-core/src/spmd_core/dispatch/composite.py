@@ -153,9 +153,9 @@ def recorded_attention(
 
 def _seed() -> int | torch.Tensor:
     """A seed for dropout: a number, or inside `random_stream.mixing` a tensor local to a device."""
-    tensor = random_stream.position.tensor
-    if tensor is None:
+    if random_stream.position.make is None:
         return random_stream.draw()
+    tensor = random_stream.position.make()
     entry = known(("mixed seed", tensor.dtype), lambda: _mixed_seed(tensor))
     with torch.no_grad():
         seed: torch.Tensor = record_own(entry, (tensor,), (random_stream.draw(),))

@@ -15,7 +15,7 @@ share compiled programs, and wait for each other's compilations.
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ class Recorder:
         sources: the threads whose results this thread's programs have read.
         inside: the function whose operations are recorded for a loop or a branch, such as "the
             function of a scan"; None for a thread's own graph. Nothing cuts there.
+        require_own: inside of such a function, raises ControlFlowError for a tensor that it has not
+            made, as Python is about to give that another storage; else None.
     """
 
     __slots__ = (
@@ -48,13 +50,16 @@ class Recorder:
         "has_ended",
         "inside",
         "num_cuts",
+        "require_own",
         "sources",
         "storages",
         "watch",
     )
 
-    def __init__(self, inside: str | None = None) -> None:
-        self.inside = inside
+    def __init__(
+        self, inside: str | None = None, require_own: Callable[[Any], None] | None = None
+    ) -> None:
+        self.inside, self.require_own = inside, require_own
         self.storages: list[weakref.ref[Any]] = []
         self.failed: weakref.WeakSet[Any] = weakref.WeakSet()
         self.has_ended = False
@@ -120,13 +125,17 @@ def _new() -> Recorder:
 
 
 @contextmanager
-def recording_inside(what: str) -> Iterator[None]:
+def recording_inside(what: str, require_own: Callable[[Any], None]) -> Iterator[None]:
     """Inside, this thread records a function for a loop or a branch, into a graph of its own.
 
     The graph is dropped at the end: what it has is part of the operation that runs the function.
+
+    Args:
+        what: the function, in errors.
+        require_own: see `Recorder`.
     """
     around = current()
-    this_thread.recorder = Recorder(what)
+    this_thread.recorder = Recorder(what, require_own)
     try:
         yield
     finally:

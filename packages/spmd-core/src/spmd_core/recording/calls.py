@@ -254,7 +254,8 @@ def mixed(entry: Entry, inputs: Sequence[Value]) -> tuple[Entry, list[Value]]:
             traits=entry.traits,
         )
 
-    tensor = random_stream.position.tensor
+    assert random_stream.position.make is not None
+    tensor = random_stream.position.make()
     assert isinstance(tensor, XLAShardedTensor)
     return known(("mixed", entry), make), [*inputs, read(tensor._handle)]
 
@@ -454,7 +455,7 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
         with lock:
             entry, inputs, numbers = look_up(call, args, kwargs)
             numbers.append(random_stream.draw(kwargs.get("generator")))
-            if random_stream.position.tensor is not None:
+            if random_stream.position.make is not None:
                 entry, inputs = mixed(entry, inputs)
             node = Value(entry, inputs, numbers)
             return (

@@ -13,11 +13,13 @@ any marked tensor: what a loop's body computes is split as it is outside, in eac
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -36,6 +38,14 @@ from spmd_core.recording import positions
 from spmd_core.recording.calls import known
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+
+# The innermost hooks for saved tensors, or None. Under a release without the function, recordings
+# always have hooks of their own.
+_top_hooks: Any = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
+)
+# What reads the attribute `grad`.
+_get_gradient: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class FunctionRecording:
     def __init__(self, what: str) -> None:
         self.what = what
         self._captured: dict[int, Captured] = {}
-        self._stand_ins: list[tuple[XLAShardedTensor, str]] = []
+        self._stand_ins: list[tuple[XLAShardedTensor, Storage, str]] = []
         # Storages whose value is a leaf, which tells nothing of where it was made.
         self._own: set[Storage] = set()
         self._start = take_serial()
@@ -103,7 +113,7 @@ class FunctionRecording:
             tensor = wrap(storage)
         if requires_grad:
             tensor.requires_grad_()
-        self._stand_ins.append((tensor, name))
+        self._stand_ins.append((tensor, storage, name))
         return tensor, parameter
 
     def inside(self, tensor: Any) -> Any:
@@ -114,6 +124,7 @@ class FunctionRecording:
             return tensor
         found = self._captured.get(id(tensor))
         if found is None:
+            refuse_tangent(tensor)
             handle = tensor._handle
             stand_in, parameter = self.argument(
                 handle.spec,
@@ -152,26 +163,38 @@ class FunctionRecording:
         """Inside, this thread records the function."""
         around, _thread.current = _thread.current, self
         try:
-            with recorders.recording_inside(self.what), _Substitution(self):
+            with (
+                recorders.recording_inside(self.what, self._require_own),
+                _hooks_of_its_own(),
+                _Substitution(self),
+            ):
                 yield
         finally:
             _thread.current = around
 
+    def _require_own(self, tensor: XLAShardedTensor) -> None:
+        if not self.is_own(tensor):
+            raise self._refused_write("a tensor from outside", tensor)
+
+    def _refused_write(self, name: str, tensor: XLAShardedTensor) -> ControlFlowError:
+        return ControlFlowError(
+            f"{self.what} computes new tensors, as its writes would be lost between runs; "
+            f"got a write in place to {name}, of {tensor._handle.spec!r}. "
+            "Return the new value, or write to a clone()."
+        )
+
     def check_writes(self) -> None:
         """Raises ControlFlowError if the function has written to an argument, or to its `grad`."""
-        for tensor, name in self._stand_ins:
+        for tensor, storage, name in self._stand_ins:
             if tensor.is_leaf and tensor.grad is not None:
                 raise ControlFlowError(
                     f"{self.what} returns what it computes, and backward() adds to the grad of "
                     f"tensors; got one for {name or 'an argument'}, of {tensor._handle.spec!r}. "
                     "Call torch.autograd.grad, and return the gradients or carry their sum."
                 )
-            if name and tensor._handle.storage.version:
-                raise ControlFlowError(
-                    f"{self.what} computes new tensors, as its writes would be lost between runs; "
-                    f"got a write in place to {name}, of {tensor._handle.spec!r}. "
-                    "Return the new value, or write to a clone()."
-                )
+            # `set_`, `t_`, `resize_` and `.data =` give a tensor another handle.
+            if name and (storage.version or tensor._handle is not storage):
+                raise self._refused_write(name, tensor)
 
     def own_nodes(self, values: Sequence[Value], known: Sequence[Value] = ()) -> list[Value]:
         """The operations of the function that values depend on, in the order of recording.
@@ -256,6 +279,27 @@ def inside(tensor: XLAShardedTensor) -> XLAShardedTensor:
     return found
 
 
+def refuse_tangent(tensor: torch.Tensor) -> None:
+    """Raises ControlFlowError for a tensor with a tangent of forward-mode autograd."""
+    if unpack_dual(tensor).tangent is not None:
+        raise ControlFlowError(
+            "loops and branches have gradients, and no derivatives in forward mode; got a tensor "
+            f"of shape {tuple(tensor.shape)} with a tangent. Call torch.autograd.grad, or pass "
+            "the primal: torch.autograd.forward_ad.unpack_dual(t).primal."
+        )
+
+
+def _hooks_of_its_own() -> AbstractContextManager[Any]:
+    """Keeps stand-ins from hooks for saved tensors, such as those of a checkpoint around a loop.
+
+    These get the loop's operands. Only where there are such hooks, as autograd does not notice
+    writes in place to tensors that hooks have saved.
+    """
+    if not _top_hooks(True):
+        return nullcontext()
+    return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
 class _Substitution(TorchFunctionMode):
     """Gives each call of torch stand-ins in place of tensors from outside."""
 
@@ -269,6 +313,9 @@ class _Substitution(TorchFunctionMode):
         kwargs = kwargs or {}
         if _thread.current is not self._recording:  # the mode of a function in this one calls
             return func(*args, **kwargs)
+        if func == _get_gradient and not self._recording.is_own(args[0]):
+            # A tensor from outside has its gradient, of which the function gets a stand-in.
+            return self._recording.inside(func(*args))
         args, kwargs = pytree.tree_map(self._recording.inside, (args, kwargs))
         if func is torch.Tensor.__getitem__:
             func = positions.get_item

@@ -110,7 +110,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
                     accepted.add(same)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
-                if random_stream.position.tensor is not None:
+                if random_stream.position.make is not None:
                     entry, inputs = mixed(entry, inputs)
             if handle.__class__ is Storage:
                 handle.write(Value(entry, inputs, numbers))

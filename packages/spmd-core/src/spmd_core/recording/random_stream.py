@@ -12,7 +12,7 @@ folds its position into the key.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,11 +39,12 @@ class _Position(threading.local):
     """What random operations of a thread mix into their keys beside the seed, and who listens.
 
     Attributes:
-        tensor: a 0-dim integer tensor that is local to a manual region; None outside of `mixing`.
+        make: gives a 0-dim integer tensor, for example one that is local to a manual region; None
+            outside of `mixing`.
         draws: gets each seed that is drawn, behind its generator; None outside of `listening`.
     """
 
-    tensor: torch.Tensor | None = None
+    make: Callable[[], torch.Tensor] | None = None
     draws: list[tuple[torch.Generator | None, int]] | None = None
 
 
@@ -53,20 +54,21 @@ position = _Position()
 
 
 @contextmanager
-def mixing(tensor: torch.Tensor) -> Iterator[None]:
+def mixing(tensor: torch.Tensor | Callable[[], torch.Tensor]) -> Iterator[None]:
     """Inside, random operations of this thread mix the value of a tensor into their keys.
 
     Equal seeds then give different numbers for each value, which may differ from device to device.
 
     Args:
         tensor: 0-dim, of integers, on device `xla`, local to the manual region whose tensors the
-            operations take.
+            operations take; or a function that makes it, which each random operation calls.
     """
-    around, position.tensor = position.tensor, tensor
+    make = (lambda: tensor) if isinstance(tensor, torch.Tensor) else tensor
+    around, position.make = position.make, make
     try:
         yield
     finally:
-        position.tensor = around
+        position.make = around
 
 
 @contextmanager

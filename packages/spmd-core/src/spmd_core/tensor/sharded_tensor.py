@@ -9,6 +9,7 @@ import torch
 
 from spmd_core.arguments import checked
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
+from spmd_core.graph import recorders
 from spmd_core.graph.storage import Handle, View, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
@@ -307,6 +308,9 @@ class XLAShardedTensor(torch.Tensor):
                 f"the data of an xla tensor must be an xla tensor; got one on {new.device}. "
                 "Assign new.to('xla')."
             )
+        recorder = recorders.current()
+        if recorder.require_own is not None:  # in a function that a loop or a branch runs
+            recorder.require_own(self)
         with torch._C.DisableTorchFunctionSubclass():
             if new.is_inference() is not self.is_inference():
                 # torch's setter refuses a pair that differs in this.

@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops.kernels.traits import Elements, Rows
 from spmd_core.ops.registry import ImageLayout
@@ -125,7 +127,9 @@ class _Rewriting:
     def _gradient(self, mark: Op, gradient: Gradient) -> Ref | None:
         """The reduced gradient at a mark; None if it is added to others before the reduction."""
         if not self._is_stacked(mark):
-            return self._total(gradient.found, mark)
+            # An addition before a cast, as of a weight that autocast converts once, is followed by
+            # that cast.
+            return self._total(gradient.found, mark, mark.operands[0].spec.dtype)
         stacks, others = [], []
         pending: list[Sum | Total | Ref] = [gradient.found]
         while pending:
@@ -155,16 +159,20 @@ class _Rewriting:
         reduction = self._gradients[marks[0]].reduction
         entry = reduction_of(reduction, op.entry.spec)
         total = Ref(self._rewriter.add(entry, [stack], op.source, manuals=(None,)))
-        return total if rest is None else self._sum([total, rest], op)
+        if rest is None:
+            return total
+        added = addition([total, rest], op.entry.spec.dtype)
+        return Ref(self._rewriter.add(added, [total, rest], op.source, manuals=(None,)))
 
-    def _total(self, found: Sum | Total | Ref, mark: Op) -> Ref:
-        """A gradient whose sums are reduced one by one."""
+    def _total(self, found: Sum | Total | Ref, mark: Op, dtype: torch.dtype) -> Ref:
+        """A gradient of this dtype, whose sums are reduced one by one."""
         if isinstance(found, Sum):
             return self._parts[mark, found.value]
         if not isinstance(found, Total):
             return self._rewriter.now(found)
-        terms = [self._total(term, mark) for term in found.terms]
-        entry = addition(terms, found.op.entry.spec.dtype)
+        own = found.op.entry.spec.dtype
+        terms = [self._total(term, mark, own) for term in found.terms]
+        entry = addition(terms, dtype)
         return Ref(self._rewriter.add(entry, terms, mark.source, manuals=(None,)))
 
     def _sum(self, values: list[Ref], op: Op) -> Ref:
