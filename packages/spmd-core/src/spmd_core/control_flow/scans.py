@@ -5,6 +5,7 @@ for; `control_flow.scan_loops` makes a loop of each.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,29 @@ def scan(
         >>> total.item(), sums.tolist()
         (10.0, [1.0, 3.0, 6.0, 10.0])
     """
+    return scan_inside(nullcontext, fn, init, xs, length=length, reverse=reverse)
+
+
+def scan_inside(
+    around: Callable[[], AbstractContextManager[Any]],
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """As `scan`, of a function that sets something which its backward reads.
+
+    Args:
+        around: returns a context, inside of which `fn` is called and then differentiated; again
+            for gradients of gradients.
+        fn: as for `scan`, like the arguments behind it.
+        init: the first carry.
+        xs: what the loop goes over.
+        length: the number of iterations.
+        reverse: whether the loop begins with the last slice.
+    """
     require_callable("fn", fn)
     require_bool("reverse", reverse)
     refuse_region("scan")
@@ -89,7 +113,7 @@ def scan(
         return fn(carry_tree.unflatten(carry), stack_tree.unflatten(x))
 
     plan, closed_over, y_tree = _plan(
-        flat, (carry, carry_tree), stacks, length=length, reverse=reverse
+        around, flat, (carry, carry_tree), stacks, length=length, reverse=reverse
     )
     operands = [*carry, *stacks, *closed_over]
     if any(plan.differentiable):
@@ -126,6 +150,7 @@ class _Plan:
     """A scan, whose operands are not known.
 
     Attributes:
+        around: returns the context in which the function is called and differentiated.
         flat: the function of lists.
         tree: the structure of the carry.
         closed_over: what it closes over, and whether it gets a stand-in of that.
@@ -141,6 +166,7 @@ class _Plan:
         backward: the loop of the gradients; None if no result has one.
     """
 
+    around: Callable[[], AbstractContextManager[Any]]
     flat: Callable[..., Any]
     tree: Tree
     closed_over: list[tuple[XLAShardedTensor, bool]]
@@ -228,13 +254,13 @@ class _Plan:
         num = self.num_carry + self.num_stacks
         carry, stacks = list(operands[: self.num_carry]), list(operands[self.num_carry : num])
         options: Any = {"length": self.length, "reverse": self.reverse}
-        again, _, _ = _plan(self.flat, (carry, self.tree), stacks, **options)
+        again, _, _ = _plan(self.around, self.flat, (carry, self.tree), stacks, **options)
         self.record.require_same(again.record, "the function of a scan")
 
         def keeping(c: Any, x: Any) -> Any:
             return flatten(self.flat(c, x)[0], "the carry")[0], c
 
-        _, carries = scan(keeping, carry, stacks, **options)
+        _, carries = scan_inside(self.around, keeping, carry, stacks, **options)
 
         def product(state: Any, given: Any) -> Any:
             cotangents, sums = state
@@ -264,7 +290,7 @@ class _Plan:
         first = ([grads[i] for i in back.carry], zeros)
         given = (stacks, carries, [grads[self.num_carry + i] for i in back.y])
         options["reverse"] = not self.reverse
-        (cotangents, sums), of_stacks = scan(product, first, given, **options)
+        (cotangents, sums), of_stacks = scan_inside(self.around, product, first, given, **options)
         return self._in_order(back, [*cotangents, *sums, *of_stacks], operands)
 
 
@@ -296,6 +322,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _plan(
+    around: Callable[[], AbstractContextManager[Any]],
     flat: Callable[..., Any],
     carry: tuple[Sequence[XLAShardedTensor], Tree],
     stacks: Sequence[XLAShardedTensor],
@@ -304,10 +331,11 @@ def _plan(
     reverse: bool,
 ) -> tuple[_Plan, list[XLAShardedTensor], Tree]:
     """The scan of a function; the tensors that it closes over; and the structure of its y."""
-    step = record_step(flat, carry, stacks)
+    with around():
+        step = record_step(flat, carry, stacks)
+        outputs = [*step.next_carry, *step.y]
+        gradients = Gradients(step) if any(t.requires_grad for t in outputs) else None
     recording = step.recording
-    outputs = [*step.next_carry, *step.y]
-    gradients = Gradients(step) if any(t.requires_grad for t in outputs) else None
     captured = recording.captured
     with lock:
         next_carry = [read(t._handle) for t in step.next_carry]
@@ -326,6 +354,7 @@ def _plan(
         reverse=reverse,
     )
     plan = _Plan(
+        around,
         flat,
         carry[1],
         [(each.tensor, each.stand_in is each.tensor) for each in captured],
