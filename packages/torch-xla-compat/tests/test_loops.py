@@ -38,7 +38,7 @@ def test_errors_of_scan():
             scan(wrong, x[0], x)
     with pytest.raises(RuntimeError, match="a write in place to the carry"):
         scan(lambda c, x: (c.add_(x), None), x[0], x)
-    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint inside of fn"):
+    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint inside of"):
         scan(lambda c, x: (c + x, None), x[0], x, partition_fn=lambda *args: None)
 
 

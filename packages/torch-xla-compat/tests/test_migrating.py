@@ -104,7 +104,7 @@ def test_the_check_of_names_can_fail():
         "torch_xla", "torch.ops.xla.aot_mark_sharding"
     )
     assert not exists("torch_xla.runtime", "nonsense") and not exists(
-        "torch_xla", "experimental.scan_layers"
+        "torch_xla", "experimental.custom_kernel"
     )
 
 

@@ -139,6 +139,14 @@ SIGNATURES = {
         "is_eager_mode": "()",
         "eager_mode_context": "(enable)",
     },
+    "torch_xla.experimental.assume_pure": {
+        "assume_pure": "(fn, *, add_rng_seed_argument=False)",
+        "PureModule": "(module)",
+        "assume_pure_torch": "(func, use_cache=False)",
+    },
+    "torch_xla.experimental.gradient_accumulation": {
+        "gradient_accumulation": "(train_step, iterable_tensors, model, *carried_tensors)"
+    },
     "torch_xla.experimental.fori_loop": {"fori_loop": "(lower, upper, body_fun, *init)"},
     "torch_xla.debug.metrics": {
         "counter_names": "()",
@@ -194,9 +202,6 @@ def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
 @pytest.mark.parametrize(
     "name",
     [
-        "scan_layers",
-        "assume_pure",
-        "gradient_accumulation",
         "distributed_checkpoint",
         "custom_kernel",
         "stablehlo_custom_call",

@@ -35,7 +35,6 @@ _INSTEAD = {
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.fsdp.consolidate_sharded_ckpts": "Save state_dict(): it is whole.",
     "torch_xla.distributed.data_parallel": "Use spmd_data.MpDeviceLoader and a mesh.",
-    "torch_xla.experimental.assume_pure": "Use torch_xla.compile for repeated calls.",
     "torch_xla.experimental.custom_kernel": _KERNELS,
     "torch_xla.experimental.deprecations": _INSIDE,
     "torch_xla.experimental.distributed_checkpoint": (
@@ -43,16 +42,12 @@ _INSTEAD = {
     ),
     "torch_xla.experimental.dynamo_mark_sharding": "Use torch.ops.xla.dynamo_mark_sharding.",
     "torch_xla.experimental.dynamo_set_buffer_donor": "Use torch.ops.xla.dynamo_set_buffer_donor_.",
-    "torch_xla.experimental.gradient_accumulation": (
-        "Call backward() for each part of the batch, and optimizer.step() after the last."
-    ),
     "torch_xla.experimental.gru": "Use torch.nn.GRU.",
     "torch_xla.experimental.mark_pattern_utils": _STABLEHLO,
     "torch_xla.experimental.pallas_kernels": _KERNELS,
     "torch_xla.experimental.pjrt_backend": "Use torch_xla.distributed.xla_backend.",
     "torch_xla.experimental.plugins": "Install the plugin as jax asks for it.",
     "torch_xla.experimental.quantized": "Quantize with torch's own operations.",
-    "torch_xla.experimental.scan_layers": "Use torch_xla.experimental.scan over stacked weights.",
     "torch_xla.experimental.splash_attention": _KERNELS,
     "torch_xla.experimental.stablehlo_custom_call": "Call a jax function by spmd_core.call_jax.",
     "torch_xla.experimental.triton": "Write it in Pallas; call it by spmd_core.call_jax.",

@@ -71,12 +71,22 @@ def scan(
             f"`xs` must have a tensor to go over; got {xs!r}. "
             "Call spmd_core.control_flow.scan(fn, init, length=n) for a loop without one."
         )
+    warn_of_partition(partition_fn)
+    return control_flow.scan(with_checked_carry(fn), init, xs)
+
+
+def warn_of_partition(partition_fn: PartitionFn) -> None:
+    """Warns the caller's caller if it has chosen a `partition_fn`."""
     if partition_fn is not default_partition:
         warnings.warn(
             "partition_fn is not used: backward keeps what it reads. Call torch.utils.checkpoint "
-            "inside of fn to have it computed again instead.",
-            stacklevel=2,
+            "inside of what the loop calls to have it computed again instead.",
+            stacklevel=3,
         )
+
+
+def with_checked_carry(fn: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
+    """The function, with AssertionError if the carry's structure, shapes or dtypes change."""
 
     def checked(carry: Any, x: Any) -> tuple[Any, Any]:
         new_carry, y = fn(carry, x)
@@ -88,7 +98,7 @@ def scan(
             )
         return new_carry, y
 
-    return control_flow.scan(checked, init, xs)
+    return checked
 
 
 def _form(tree: Any) -> Any:
