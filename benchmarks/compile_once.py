@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def train(kind: str, preset: str, devices: int) -> dict[str, Any]:
     """The recipe in this process: programs, seconds of lowering and compiling, losses."""
     if kind == RECORDED:
-        initial_state.find_state = lambda live, nodes: initial_state.State()
+        initial_state.find_state = lambda live, nodes, returned=(): initial_state.State()
     start = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

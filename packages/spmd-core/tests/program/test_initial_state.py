@@ -416,7 +416,9 @@ def test_losses_are_those_of_a_first_step_that_makes_its_state(name, mesh_1d, mo
         return torch.stack([loop.step(i) for i in range(3) if spmd.sync() is None]).cpu()
 
     now = losses()
-    monkeypatch.setattr(initial_state, "find_state", lambda live, nodes: initial_state.State())
+    monkeypatch.setattr(
+        initial_state, "find_state", lambda live, nodes, returned: initial_state.State()
+    )
     compile_cache.clear()
     before = losses()
     assert len(compile_cache.keys()) > 2

@@ -215,7 +215,13 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     """
     guard = this_thread.cut_guard
     is_captured = guard is not None and guard.after_start is not None
-    planned = plan(live, label=_program_label(), donates=donates, is_captured=is_captured)
+    planned = plan(
+        live,
+        label=_program_label(),
+        donates=donates,
+        is_captured=is_captured,
+        returned=() if guard is None else guard.returned(),
+    )
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
     read = [*leaves, *planned.state.sources]

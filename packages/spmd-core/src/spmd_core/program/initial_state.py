@@ -17,7 +17,7 @@ constant that is only read stays in the program, where XLA folds it.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -77,12 +77,15 @@ class State:
         return [leaf.data.source for leaf in self.inputs.values() if leaf.data.source is not None]
 
 
-def find_state(live: Sequence[Storage], nodes: Sequence[Value]) -> State:
+def find_state(
+    live: Sequence[Storage], nodes: Sequence[Value], returned: Collection[Storage] = ()
+) -> State:
     """Finds the state among the storages that a cut computes. Changes nothing.
 
     Args:
         live: the storages.
         nodes: the operations that they need, in the order of recording.
+        returned: storages of which each run of the program makes new ones, so they are no state.
     """
     first: dict[Storage, Value] = {}
     recorded: dict[Storage, tuple[Value, Beginning]] = {}
@@ -90,9 +93,9 @@ def find_state(live: Sequence[Storage], nodes: Sequence[Value]) -> State:
     for storage in live:
         if storage.committed is None:
             value, beginning = _first_value(storage.value)
-            if beginning is not None:
+            if beginning is not None and storage not in returned:
                 recorded[storage] = value, beginning
-            elif value.data is not None:
+            elif beginning is None and value.data is not None:
                 first[storage] = value
     if not recorded:
         return State(first=first)

@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -87,7 +87,12 @@ class CutPlan:
 
 
 def plan(
-    live: list[Storage], *, label: str = "spmd", donates: bool = True, is_captured: bool = False
+    live: list[Storage],
+    *,
+    label: str = "spmd",
+    donates: bool = True,
+    is_captured: bool = False,
+    returned: Collection[Storage] = (),
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -98,6 +103,7 @@ def plan(
             them.
         is_captured: whether the program may run again on the same constants, which are then not
             donated. It does not name the lines of its operations, which are recorded for errors.
+        returned: storages of which each run makes new ones: no state, even if they begin here.
     """
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
@@ -109,7 +115,7 @@ def plan(
         elsewhere = [s for s in elsewhere if s not in given]
         live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
         elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
-    state = initial_state.find_state(live, nodes)
+    state = initial_state.find_state(live, nodes, returned)
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)

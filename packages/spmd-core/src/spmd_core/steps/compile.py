@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
+from spmd_core.graph.storage import Storage
 from spmd_core.program import compile_cache, cut_guard, execution
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.cut_guard import CutGuard
@@ -138,6 +139,7 @@ class StepProgram(ContextDecorator):
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
         self._after_start: AfterStart | None = None
+        self._returned: Collection[Storage] = ()
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call needs its own region.
@@ -153,12 +155,12 @@ class StepProgram(ContextDecorator):
         named = self._named(f)
 
         def region(
-            run: Callable[[], None], after_start: Callable[[CutPlan, Program], None]
+            run: Callable[[], Collection[Storage]], after_start: Callable[[CutPlan, Program], None]
         ) -> None:
             own = named._recreate_cm()
             own._after_start = after_start
             with own:
-                run()
+                own._returned = run()
 
         return Captured(f, region)
 
@@ -200,6 +202,7 @@ class StepProgram(ContextDecorator):
             self._check_program,
             self._count_program,
             self._after_start,
+            lambda: self._returned,
         )
 
     def __exit__(

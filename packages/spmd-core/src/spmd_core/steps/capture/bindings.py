@@ -1,5 +1,6 @@
 """Where the inputs of a captured program come from at each call, and where its results go."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -97,12 +98,28 @@ def of_leaves(
         elif owner is not None and owner in born:
             found.append(Binding(Kind.STATE, path=born[owner], storage=owner))
         else:
+            del owner
             found.append(Binding(Kind.CONSTANT, data=_data(leaf)))
     return found
 
 
+def _is_kept(leaf: Value) -> bool:
+    """Whether some tensor has this value, and not only garbage."""
+    if leaf.owner is None or leaf.owner() is None:
+        return False
+    gc.collect()
+    return leaf.owner() is not None
+
+
 def _data(leaf: Value) -> np.ndarray | None:
     """The elements of an input that is nobody's; None if the program took over its buffer."""
+    if _is_kept(leaf):
+        raise CaptureError(
+            "the tensors that a captured step reads are its arguments, or reached from its function"
+            " by attributes, globals and closures, or constants that nothing keeps; got one that"
+            f" something keeps, {leaf.spec!r}{_made_at(leaf)}. Pass it as an argument; if the step"
+            " makes and returns it, return its clone()."
+        )
     if leaf.spec.num_bytes > _MOST_CONSTANT_BYTES:
         raise CaptureError(
             "the tensors that a captured step reads are its arguments, or reached from its function"
@@ -136,7 +153,8 @@ def of_results(
         returned: what the call returned.
 
     Raises:
-        CaptureError: a tensor that the call made lives on, and is not returned.
+        CaptureError: a tensor that the call made lives on, and is not returned; or one that is
+            returned is none of these.
     """
     own = {
         grad._handle.storage: path
@@ -148,6 +166,12 @@ def of_results(
     for i, tensor in enumerate(returned):
         if isinstance(tensor, XLAShardedTensor):
             results.setdefault(tensor._handle.storage, i)
+    known = {*plan.live, *arguments, *state, *own, *born}
+    if strange := next((s for s in results if s not in known), None):
+        raise CaptureError(
+            "a tensor that a captured step returns is a result of its program, an argument, or "
+            f"state; got a constant, {strange.spec!r}. Return its clone()."
+        )
     found = []
     for storage in plan.live:
         if storage in state:

@@ -2,11 +2,14 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree
 
@@ -20,18 +23,20 @@ from spmd_core.program.compile_cache import Compiled, Key
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
 from spmd_core.runtime import abstract
-from spmd_core.steps.capture import bindings, host_effects, numbers, reachable
+from spmd_core.steps.capture import bindings, code_names, host_effects, numbers, reachable
 from spmd_core.steps.capture.bindings import Binding
 from spmd_core.steps.capture.numbers import Live
 from spmd_core.steps.capture.reachable import Reached
 from spmd_core.steps.capture.replay import Outcome, Replay
 from spmd_core.tensor.logical_device import XLA_DEVICE
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap_alias
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of, wrap_alias
 
 # A call that never agrees with the one before it is an error after so many.
 _MOST_RECORDED = 8
 # Of so many kinds of arguments, the newest are kept.
 _MOST_KINDS = 64
+# A recording changes what the whole process has: its streams and its settings.
+_one_at_a_time = threading.RLock()
 
 
 @dataclass(eq=False)
@@ -52,6 +57,7 @@ class Recording:
         change: how the call changed what it reaches, in words; None if it did not.
         since: what had changed since the call before it, but numbers of param_groups.
         after: what it reached at its end.
+        decides_by_groups: whether its Python may have decided by numbers of param_groups.
     """
 
     plan: CutPlan | None
@@ -67,6 +73,7 @@ class Recording:
     change: str | None
     since: str | None
     after: Reached
+    decides_by_groups: bool
 
 
 @dataclass(eq=False)
@@ -103,7 +110,8 @@ class Captured:
         functools.update_wrapper(self, function)
         self._function, self._region = function, region
         self._kinds: dict[Any, _Kind] = {}
-        self._lock = threading.RLock()
+        self._names: set[str] = set()  # of attributes that libraries read
+        self._new_objects: Counter[Any] = Counter()
         self.recorded = self.replayed = 0
         self.reason = ""
 
@@ -112,7 +120,7 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the step. See `compile`."""
-        with self._lock:
+        with _one_at_a_time:
             leaves, tree = _pytree.tree_flatten((args, kwargs))
             leaves = [_on_device(leaf) for leaf in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
@@ -130,6 +138,7 @@ class Captured:
         kept: list[Any] = []
         first: dict[Storage, int] = {}
         key: list[Any] = [tree, _modes()]
+        loose: list[Any] = []  # the key, if objects were compared by their classes
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, XLAShardedTensor):
                 handle, storage = leaf._handle, leaf._handle.storage
@@ -139,39 +148,63 @@ class Captured:
                 key.append(
                     (storage.spec, storage.sharding, links, leaf.requires_grad, leaf.is_leaf, same)
                 )
-            elif isinstance(leaf, reachable.ATOMS):
-                key.append((type(leaf), leaf))
+                for name, value in attributes_of(leaf).items():
+                    key.append((name, *_by_value(value, kept)))
             else:
-                kept.append(leaf)
-                key.append((object, id(leaf)))
+                key.append(_by_value(leaf, kept))
+                if key[-1][0] is object:
+                    loose.append((i, type(leaf)))
         found = self._kinds.get(whole := tuple(key))
         if found is None:
+            if loose:
+                self._count_objects((tree, *loose))
             found = self._kinds[whole] = _Kind(kept)
             if len(self._kinds) > _MOST_KINDS:
                 del self._kinds[next(iter(self._kinds))]
         return found
 
+    def _count_objects(self, loose: tuple[Any, ...]) -> None:
+        """Refuses an argument that is an object, and another one at each call."""
+        self._new_objects[loose] += 1
+        if self._new_objects[loose] > _MOST_RECORDED:
+            classes = ", ".join(sorted({kind.__name__ for _, kind in loose[1:]}))
+            raise CaptureError(
+                "objects among the arguments of a captured step are the same ones at each call, as "
+                f"their attributes are; got new ones, of {classes}, in {_MOST_RECORDED + 1} calls. "
+                "Pass their tensors and numbers, also in tuples, lists and dicts."
+            )
+
     def _record(
         self, kind: _Kind, leaves: list[Any], tree: Any, tensors: list[XLAShardedTensor]
     ) -> Any:
         """Records a call, and captures it if the call before agrees."""
-        before = reachable.walk(self._function, kind.kept)
+        before = reachable.walk(self._function, kind.kept, self._names)
         self.reason, since = self._reason(kind, before)
         started: list[tuple[CutPlan, Program]] = []
         with _lines(), host_effects.noted() as effects:
             outcome: list[Outcome] = []
 
-            def run() -> None:
+            def run() -> set[Storage]:
                 args, kwargs = _pytree.tree_unflatten(leaves, tree)
                 outcome.append(_outcome(self._function(*args, **kwargs)))
+                returned = [x for x in outcome[0].leaves if isinstance(x, XLAShardedTensor)]
+                return {x._handle.storage for x in returned}
 
             self._region(run, lambda plan, program: started.append((plan, program)))
         self.recorded += 1
         found = _pytree.tree_unflatten(outcome[0].leaves, outcome[0].tree)
-        effects.refuse()
+        effects.refuse(before.generators)
         if abstract.run() is not None or not started:
             return found
-        after = reachable.walk(self._function, kind.kept)
+        self._names |= code_names.of_libraries(effects.codes)
+        after = reachable.walk(self._function, kind.kept, self._names)
+        if (written := reachable.written_on_host(before, after)) is not None:
+            raise CaptureError(
+                "a captured step only computes on the device, as it runs its Python only when it is"
+                f" recorded; got one that writes to memory of the host: {written}. If it counts "
+                "steps, keep the count on the device: AdamW(..., fused=True) or capturable=True "
+                "does. Else write it outside of the step."
+            )
         ((plan, program),) = started
         arguments = [t._handle.storage for t in tensors]
         own_state = bindings.state_of(before)
@@ -182,13 +215,14 @@ class Captured:
             program,
             bindings.of_leaves(plan, arguments, own_state, after),
             bindings.of_results(plan, arguments, own_state, after, outcome[0].leaves),
-            effects.draws,
+            effects.seeds(),
             {path: after.number(path) for path in after.numbers},
             {path: grad is not None for path, grad in before.grads.items()},
             outcome[0],
             reachable.difference(before, after),
             since,
             after,
+            _decides_by_groups(effects.group_readers, after),
         )
         self._compare(kind, recording, tensors)
         return found
@@ -240,6 +274,7 @@ class Captured:
             numbers=found,
             generators=[generator for generator, _ in now.draws],
             reached=now.after,
+            may_vary=() if now.decides_by_groups else found.paths(),
             has_gradients=patterns[1] if patterns[0] == patterns[1] else None,
             outcome=now.outcome,
             arguments=tensors,
@@ -309,6 +344,23 @@ def _detached(leaf: Any) -> Any:
     return wrap_alias(leaf._handle) if leaf.grad_fn is not None else leaf
 
 
+def _by_value(value: Any, kept: list[Any]) -> tuple[Any, Any]:
+    """What stands for a value in a key; what is compared by identity is kept, too."""
+    if isinstance(value, (float, complex, np.inexact)):
+        return type(value), repr(value)  # zeros have signs, and NaN is no other one
+    if isinstance(value, reachable.ATOMS):
+        return type(value), value
+    kept.append(value)
+    return object, id(value)
+
+
+def _decides_by_groups(readers: Iterable[CodeType], after: Reached) -> bool:
+    """Whether code that reads param_groups reads numbers there, not only parameters."""
+    keys = {key for _, key in after.numbers.values()}
+    read = [code_names.names(code) for code in readers]
+    return any(not keys.isdisjoint(names) or "params" not in names for names in read)
+
+
 def _modes() -> tuple[Any, ...]:
     """What is switched on around a call."""
     return (
@@ -333,6 +385,8 @@ def _may_replay() -> bool:
         and not config.record_source_lines
         and cut_guard.this_thread.cut_guard is None
         and torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.is_anomaly_enabled()
     )
 
 

@@ -97,7 +97,9 @@ def compared(
         CaptureError: a number varies, and comes from nowhere that is known.
     """
     seeds, live = [], []
-    drawn = {seed: i for i, seed in enumerate(draws)}
+    drawn: dict[int, list[int]] = {}
+    for i, seed in enumerate(draws):
+        drawn.setdefault(seed, []).append(i)
     for i, (old, new) in enumerate(zip(before, now)):
         if is_seed[i]:
             if new not in drawn:
@@ -105,7 +107,9 @@ def compared(
                     "random operations of a captured step draw their seeds from torch's generators;"
                     f" {_where(plan, i)} has another one. Leave its seed to torch."
                 )
-            seeds.append((i, drawn[new]))
+            # Of generators with the same seed, the first operation has the first one's.
+            of = drawn[new]
+            seeds.append((i, of.pop(0) if len(of) > 1 else of[0]))
         elif _same(old, new):
             live += [x for x in known if x.position == i and _gives(x, new, reached[1])]
         else:

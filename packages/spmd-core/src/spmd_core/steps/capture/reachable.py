@@ -1,33 +1,34 @@
 """What a function can reach: the Python values and the tensors that its next call may depend on.
 
 A walk begins at the function and follows what the user's code names: closures, defaults, globals,
-and attributes of the user's objects. Of modules, optimizers and other libraries' objects it follows
-all attributes; the code of libraries is taken as constant. `Guards.hold` is called before each
-captured call, so it compares identities, in C where there are many.
+classes, and attributes of the user's objects. Of modules, optimizers and other libraries' objects
+it follows all attributes; the code of libraries is taken as constant. `guards` compares what was
+found before each captured call.
 """
 
+import contextvars
 import functools
-import itertools
-import operator
 import os
 import sys
-import sysconfig
+import threading
 import types
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from spmd_core import source_lines
 from spmd_core.errors import CaptureError
+from spmd_core.steps.capture import code_names, contents
+from spmd_core.steps.capture.code_names import is_users
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of
 
 MOST_VALUES = 200_000
-_MOST_ARRAY_BYTES = 1 << 20
-_MISSING = object()
+MISSING = object()
+_CONTENTS = " (contents)"
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, types.CodeType, np.generic,
@@ -35,18 +36,24 @@ ATOMS = (
 )  # fmt: skip
 # The classes of torch whose objects are walked.
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-# What objects of other classes of these packages hold does not change what a step computes.
-_CONSTANT = frozenset(
-    {"torch", "jax", "jaxlib", "numpy", "spmd_core", *sys.stdlib_module_names}
-) - {"types", "argparse"}
-_INSTALLED = tuple(
-    path + os.sep
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+# What objects of other classes of these packages hold does not change what a step computes, but
+# for those modules of Python's own whose objects hold what the user puts there.
+_FOLLOWED = frozenset({"types", "argparse", "collections", "enum", "queue", "threading", "weakref"})
+_CONSTANT = (
+    frozenset({"torch", "jax", "jaxlib", "numpy", "spmd_core", *sys.stdlib_module_names})
+    - _FOLLOWED
 )
-_handle_of = operator.attrgetter("_handle")
-_sharding_of = operator.attrgetter("sharding")
-_requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_CALLABLES = (
+    types.FunctionType, types.MethodType, functools.partial, type, types.MappingProxyType,
+)  # fmt: skip
+_PLAIN = (dict, OrderedDict, defaultdict, Counter, types.MappingProxyType, *_SEQUENCES)
+# Hooks of torch's that run for all modules and all optimizers.
+_GLOBAL_HOOKS = tuple(
+    (name, value)
+    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name, value in vars(sys.modules[module]).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,15 @@ class Reached:
         tensors: the tensors on the device, each once.
         grads: the gradients of these, by the path of the tensor; None where there is none.
         numbers: the numbers of param_groups, each as its mapping and its key there.
+        mappings: those whose keys and values must stay.
+        sequences: those whose items must stay.
+        named: of other mappings, the values that must stay.
+        sized: what must keep its length.
+        absent: names that mappings must not get; by the id of the mapping.
+        cells: the variables of closures.
+        functions: the user's.
+        contents: arrays and the like, each with what it contains.
+        generators: torch's, each with its state.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -76,9 +92,12 @@ class Reached:
     mappings: list[dict[Any, Any]] = field(default_factory=list)
     sequences: list[Collection[Any]] = field(default_factory=list)
     named: list[Named] = field(default_factory=list)
+    sized: list[Collection[Any]] = field(default_factory=list)
+    absent: dict[int, tuple[Any, set[Any]]] = field(default_factory=dict)
     cells: list[types.CellType] = field(default_factory=list)
-    on_host: list[torch.Tensor] = field(default_factory=list)
-    arrays: list[np.ndarray] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    contents: list[tuple[Any, Any]] = field(default_factory=list)
+    generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
 
     def number(self, path: str) -> Any:
         """The number of a param_group, as it is at the moment."""
@@ -86,14 +105,19 @@ class Reached:
         return mapping.get(key)
 
 
-def walk(function: Any, arguments: Sequence[Any] = ()) -> Reached:
+def walk(function: Any, arguments: Sequence[Any] = (), names: Iterable[str] = ()) -> Reached:
     """What a function reaches, from objects among its arguments, too.
+
+    Args:
+        function: the function.
+        arguments: objects among its arguments.
+        names: those of attributes that libraries are known to read.
 
     Raises:
         CaptureError: it reaches what cannot be seen to be the same: an iterator, a large array, or
             too much.
     """
-    names: set[str] = set()
+    names = set(names)
     while True:
         found = _Walk(names)
         found.visit("", function)
@@ -117,11 +141,23 @@ def difference(before: Reached, after: Reached, *, but_numbers: bool = False) ->
     for path, value in after.values.items():
         if path in free:
             continue
-        old = before.values.get(path, _MISSING)
+        old = before.values.get(path, MISSING)
         if old is not value and not _are_equal(old, value):
             return f"{path} is {_text(value)} in place of {_text(old)}"
     gone = next((path for path in before.values if path not in after.values), None)
     return None if gone is None else f"{gone} is gone"
+
+
+def written_on_host(before: Reached, after: Reached) -> str | None:
+    """Where the first array, tensor of the CPU or generator is that contains something else."""
+    return next(
+        (
+            path.removesuffix(_CONTENTS)
+            for path, found in after.values.items()
+            if path.endswith(_CONTENTS) and before.values.get(path, found) != found
+        ),
+        None,
+    )
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -129,7 +165,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if value is _MISSING:
+    if value is MISSING:
         return "nothing"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -148,30 +184,43 @@ class _Walk:
 
     def finish(self) -> None:
         """Visits what is waiting, and what that leads to."""
+        if {"environ", "getenv"} & self._known:
+            self._wait([("os.environ", vars(os.environ)["_data"])])
         while self._waiting:
             self.visit(*self._waiting.popleft())
 
     def visit(self, path: str, value: Any) -> None:
         """Notes a value, and has what it holds visited."""
         values = self.reached.values
+        while values.get(path, value) is not value:
+            path += "'"  # another variable of this name
         values[path] = value
         if len(values) > MOST_VALUES:
             raise CaptureError(
                 f"a captured step compares all that it reaches, at most {MOST_VALUES:,} values; "
                 f"got more, the last at {path}. Pass what the step needs as arguments."
             )
+        if isinstance(value, type):
+            for base in value.__mro__:
+                if not _is_library_class(base):
+                    self._class(base.__qualname__, base)
+            return
         if isinstance(value, ATOMS) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
-        elif isinstance(value, np.ndarray):
-            self._array(path, value)
-        elif isinstance(value, dict):
+        elif isinstance(value, torch.Generator):
+            self.reached.generators.append((value, value.get_state()))
+        elif contents.has(value):
+            self._contents(path, value)
+        elif isinstance(value, (dict, types.MappingProxyType)):
             self._mapping(path, value)
+            self._object(path, value)
         elif isinstance(value, _SEQUENCES):
             self.reached.sequences.append(value)
             self._wait((f"{path}[{i}]", item) for i, item in enumerate(value))
+            self._object(path, value)
         elif isinstance(value, types.FunctionType):
             self._function(path, value)
         elif isinstance(value, types.MethodType):
@@ -183,6 +232,11 @@ class _Walk:
         elif isinstance(value, types.ModuleType):
             if not _is_library_module(value):
                 self._some(path, vars(value), sorted(self._known & vars(value).keys()))
+        elif isinstance(value, (contextvars.ContextVar, weakref.ReferenceType)):
+            read = value if isinstance(value, weakref.ReferenceType) else value.get
+            self._some(path, self._view(lambda name: read()), ["()"])
+        elif isinstance(value, threading.local):
+            self._some(path, self._view(lambda name: getattr(value, name, MISSING)), vars(value))
         elif hasattr(type(value), "__next__"):
             raise CaptureError(
                 "a captured step gets what varies as its arguments; got an iterator, of type "
@@ -197,30 +251,35 @@ class _Walk:
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         reached = self.reached
         if not isinstance(tensor, XLAShardedTensor):
-            reached.on_host.append(tensor)
+            self._contents(path, tensor)
             return
         reached.tensors[path] = tensor
         if tensor.is_leaf and tensor.requires_grad:
             reached.grads[path] = tensor.grad
         if attributes := attributes_of(tensor):
             self._some(path, tensor.__dict__, sorted(attributes))
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if (hooks := getattr(tensor, name, None)) is not None:
+                self._wait([(f"{path}.{name}", hooks)])
 
-    def _array(self, path: str, array: np.ndarray) -> None:
-        if array.nbytes > _MOST_ARRAY_BYTES or array.dtype.hasobject:
-            raise CaptureError(
-                "a captured step compares the arrays that it reaches, of numbers and of at most "
-                f"{_MOST_ARRAY_BYTES:,} bytes; got one of {array.nbytes:,} bytes, dtype "
-                f"{array.dtype}, at {path}. Pass it as an argument, as a tensor."
-            )
-        self.reached.arrays.append(array)
+    def _contents(self, path: str, value: Any) -> None:
+        """Notes what an array and the like contains; the step may write there."""
+        found = contents.of(path, value)
+        self.reached.contents.append((value, found))
+        self.reached.values[path + _CONTENTS] = found
 
-    def _mapping(self, path: str, mapping: dict[Any, Any]) -> None:
+    def _view(self, read: Callable[[str], Any]) -> "_View":
+        self._kept.append(view := _View(read))
+        return view
+
+    def _mapping(self, path: str, mapping: Any) -> None:
         items = [(f"{path}[{_key(key, i)}]", key) for i, key in enumerate(mapping)]
         if id(mapping) in self._groups:
             for at, key in items:
                 if type(mapping[key]) in (int, float):
                     self.reached.numbers[at] = (mapping, key)
             self._some(path, mapping, tuple(mapping), [at for at, _ in items])
+            self.reached.sized.append(mapping)
             return
         self.reached.mappings.append(mapping)
         self._wait((at, mapping[key]) for at, key in items)
@@ -232,184 +291,157 @@ class _Walk:
         names = tuple(names)
         if not names:
             return
-        values = tuple(mapping.get(name, _MISSING) for name in names)
+        values = tuple(mapping.get(name, MISSING) for name in names)
         self.reached.named.append(Named(mapping, names, values))
         at = paths or [f"{path}.{name}" if path else str(name) for name in names]
-        self._wait((p, value) for p, value in zip(at, values) if value is not _MISSING)
+        self._wait((p, value) for p, value in zip(at, values) if value is not MISSING)
+
+    def _absent(self, mapping: Any, names: Iterable[Any]) -> None:
+        """Notes which of some names a mapping does not have."""
+        found = self.reached.absent.setdefault(id(mapping), (mapping, set()))[1]
+        found.update(name for name in names if name not in mapping)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
         if path and _is_library(function):
+            self._decorator(path, function)
             return
-        used = set(_names(function.__code__))
+        used = code_names.names(function.__code__)
         self.names |= used
+        self.reached.functions.append(function)
         self._some("", function.__globals__, sorted(used & function.__globals__.keys()))
+        self._absent(function.__globals__, used)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             self.reached.cells.append(cell)
-            if (held := _held(cell)) is not _MISSING:
-                self._wait([(name, held)])
+            if (value := held(cell)) is not MISSING:
+                self._wait([(name, value)])
         self._wait([(f"{path}.__defaults__", function.__defaults__)])
         self._wait([(f"{path}.__kwdefaults__", function.__kwdefaults__)])
-        if "__wrapped__" in function.__dict__:
-            self._wait([(f"{path}.__wrapped__", function.__dict__["__wrapped__"])])
+        attributes, read = vars(function), {*self._known, "__wrapped__"}
+        self._some(path, attributes, sorted(read & attributes.keys()))
+        self._absent(attributes, read)
+
+    def _decorator(self, path: str, function: types.FunctionType) -> None:
+        """What a library made of functions of the user's, such as by `torch.no_grad()`."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+        inside = [(name, held(cell)) for name, cell in cells]
+        self._wait(
+            (f"{path}.{name}", value)
+            for name, value in [*vars(function).items(), *inside]
+            if isinstance(value, _CALLABLES)
+        )
 
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
+        has_attributes = hasattr(value, "__dict__")
+        attributes: dict[str, Any] = vars(value) if has_attributes else {}
+        if "__wrapped__" in attributes:
+            self._wait([(f"{path}.__wrapped__", attributes["__wrapped__"])])
         root = kind.__module__.partition(".")[0]
-        if root in _CONSTANT and not isinstance(value, _OWNERS):
+        if kind in _PLAIN or (root in _CONSTANT and not isinstance(value, _OWNERS)):
             return
-        is_users = not _is_library_class(kind)
-        attributes = getattr(value, "__dict__", None) or {}
+        of_user = not _is_library_class(kind)
         if isinstance(value, torch.optim.Optimizer):
             self._groups |= {id(group) for group in value.param_groups}
+        if isinstance(value, _OWNERS) and id(_GLOBAL_HOOKS) not in self._seen:
+            self._seen.add(id(_GLOBAL_HOOKS))
+            self._wait(_GLOBAL_HOOKS)
         if isinstance(value, torch.nn.Module):
             for name in ("_parameters", "_buffers", "_modules"):
                 part = attributes[name]
                 self._seen.add(id(part))
                 self.reached.mappings.append(part)
                 self._wait((f"{path}.{key}", item) for key, item in part.items())
-        if is_users and not isinstance(value, _OWNERS):
+        is_named = (
+            of_user and not isinstance(value, _OWNERS) and not code_names.DYNAMIC & self._known
+        )
+        if not has_attributes:
+            pass
+        elif is_named:
             self._some(path, attributes, sorted(self._known & attributes.keys()))
+            self._absent(attributes, self._known)
         else:
             self._some(path, attributes, attributes)
-        slots = [n for k in kind.__mro__ for n in _slots(k) if hasattr(value, n)]
-        if slots:
-            self._kept.append(view := _Slots(value))
-            self._some(path, view, slots)
-        if is_users:
-            for base in kind.__mro__:
-                if not _is_library_class(base):
-                    self._class(f"{base.__qualname__}", base)
+            self.reached.sized.append(attributes)
+        if slots := [name for base in kind.__mro__ for name in _slots(base)]:
+            self._some(path, self._view(lambda name: getattr(value, name, MISSING)), slots)
+        if of_user:
+            self.visit(kind.__qualname__, kind)
 
     def _class(self, path: str, kind: type) -> None:
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
-        plain = []
+        noted = []
         for name, member in vars(kind).items():
             function = getattr(member, "__func__", getattr(member, "fget", member))
+            function = getattr(function, "func", function)
             if isinstance(function, types.FunctionType):
-                self._wait([(f"{path}.{name}", function)])
+                noted.append(name)
+                if function is not member:
+                    self._wait([(f"{path}.{name}", function)])
             elif name in self._known and not name.startswith("__"):
-                plain.append(name)
-        self._some(path, vars(kind), plain)
+                noted.append(name)
+        self._some(path, vars(kind), noted)
+        members = vars(kind)
+        self._kept.append(members)
+        self._absent(members, self._known)
 
 
-class _Slots:
-    """The slots of an object, as a mapping."""
+class _View:
+    """What is read of an object, as a mapping."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
 
     def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self._of, name, default)
+        """What is read by a name."""
+        return self._read(name)
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(n for n in names if not n.startswith("__"))
+    private = f"_{kind.__name__.lstrip('_')}"
+    return [
+        private + name if name.startswith("__") else name
+        for name in names
+        if not name.endswith("__")
+    ]
 
 
-def _held(cell: types.CellType) -> Any:
+def held(cell: types.CellType) -> Any:
+    """What a variable of a closure holds; `MISSING` before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
-        return _MISSING
+        return MISSING
 
 
 def _key(key: Any, position: int) -> str:
     return repr(key) if isinstance(key, (str, int, float, type(None))) else f"#{position}"
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def is_users(file: str) -> bool:
-    """Whether the code of a file is the user's: no installed package's, and not Python's own."""
-    return not source_lines.is_library(file) and not file.startswith(_INSTALLED)
-
-
 def _is_library(function: types.FunctionType) -> bool:
-    return function.__module__ != "__main__" and not is_users(function.__code__.co_filename)
+    file = function.__code__.co_filename
+    if file[:1] == "<":  # generated, such as by exec
+        return (function.__module__ or "").partition(".")[0] in _CONSTANT
+    return function.__globals__.get("__name__") != "__main__" and not is_users(file)
 
 
 def _is_library_module(module: types.ModuleType) -> bool:
+    if module.__name__ == "__main__":
+        return False
     file = getattr(module, "__file__", None)
-    return module.__name__ != "__main__" and (file is None or not is_users(file))
+    if file is not None:
+        return not is_users(file)
+    folders = [*getattr(module, "__path__", ())]
+    if folders:  # a package without __init__.py
+        return not all(is_users(folder + os.sep) for folder in folders)
+    return module.__name__.partition(".")[0] in _CONSTANT | _FOLLOWED
 
 
 def _is_library_class(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
-    return module is None or _is_library_module(module)
-
-
-class Guards:
-    """Whether what a walk found is still the same. Nothing of it is looked at twice.
-
-    Args:
-        reached: what a walk found.
-        live: paths of numbers of param_groups that may vary.
-    """
-
-    def __init__(self, reached: Reached, live: Collection[str] = ()) -> None:
-        free = {(id(mapping), key) for path in live for mapping, key in [reached.numbers[path]]}
-        self._mappings = reached.mappings
-        self._mapping_sizes = [len(m) for m in self._mappings]
-        self._mapping_values = [v for m in self._mappings for v in dict.values(m)]
-        self._sequences = reached.sequences
-        self._sequence_sizes = [len(s) for s in self._sequences]
-        self._sequence_values = [v for s in self._sequences for v in s]
-        self._named: list[tuple[Any, list[Any], list[Any]]] = []
-        by_names: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
-        for one in reached.named:
-            kept = [
-                (n, v) for n, v in zip(one.names, one.values) if (id(one.mapping), n) not in free
-            ]
-            names = tuple(n for n, _ in kept)
-            if type(one.mapping) is dict and len(names) > 1:
-                mappings, values = by_names.setdefault(names, ([], []))
-                mappings.append(one.mapping)
-                values += [v for _, v in kept]
-            elif names:
-                self._named.append((one.mapping, [*names], [v for _, v in kept]))
-        self._by_names = [(operator.itemgetter(*names), *of) for names, of in by_names.items()]
-        self._cells = [(cell, _held(cell)) for cell in reached.cells]
-        self._on_host = [(t, t._version) for t in reached.on_host]
-        self._arrays = [(a, a.tobytes()) for a in reached.arrays]
-        self._tensors = list(reached.tensors.values())
-        self._handles = [t._handle for t in self._tensors]
-        self._storages = [h.storage for h in self._handles]
-        self._shardings = [s.sharding for s in self._storages]
-        self._requires_grad = [t.requires_grad for t in self._tensors]
-
-    def hold(self) -> bool:
-        """Whether all values are where they were. Does not wait."""
-        same, chain = operator.is_, itertools.chain.from_iterable
-        try:
-            return (
-                [*map(len, self._mappings)] == self._mapping_sizes
-                and all(map(same, chain(map(dict.values, self._mappings)), self._mapping_values))
-                and [*map(len, self._sequences)] == self._sequence_sizes
-                and all(map(same, chain(self._sequences), self._sequence_values))
-                and all(
-                    all(map(same, chain(map(get, mappings)), values))
-                    for get, mappings, values in self._by_names
-                )
-                and all(
-                    mapping.get(name, _MISSING) is value
-                    for mapping, names, values in self._named
-                    for name, value in zip(names, values)
-                )
-                and all(_held(cell) is value for cell, value in self._cells)
-                and all(map(same, map(_handle_of, self._tensors), self._handles))
-                and all(map(same, map(_sharding_of, self._storages), self._shardings))
-                and [*map(_requires_grad, self._tensors)] == self._requires_grad
-                and all(t._version == version for t, version in self._on_host)
-                and all(array.tobytes() == data for array, data in self._arrays)
-            )
-        except KeyError:  # a name is gone
-            return False
+    if module is None:
+        return kind.__module__.partition(".")[0] in _CONSTANT | _FOLLOWED
+    return _is_library_module(module)

@@ -1,8 +1,9 @@
 """Runs a captured program again, on new arguments and on the state as it is."""
 
+import itertools
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,17 @@ from spmd_core.recording import random_stream
 from spmd_core.runtime import interrupts
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.steps.capture.bindings import Binding, Chain, Kind
+from spmd_core.steps.capture.guards import Guards
 from spmd_core.steps.capture.numbers import Numbers, kind_of
-from spmd_core.steps.capture.reachable import Guards, Reached
+from spmd_core.steps.capture.reachable import Reached
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap, wrap_alias
 
 _data_of = operator.attrgetter("data")
 _value_of = operator.attrgetter("value")
 _placement_of = operator.attrgetter("placement")
+_handle_of = operator.attrgetter("_handle")
+_grad_of = operator.attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Replay:
         numbers: how its scalar inputs come about.
         generators: torch's generator of each seed that the call draws; None for the default one.
         reached: what the step reached after the last recording.
+        may_vary: the paths of numbers of param_groups that may be others.
         has_gradients: by the path of each parameter, whether it had a gradient before the call;
             None if that does not matter.
         outcome: what that returned.
@@ -90,6 +95,7 @@ class Replay:
         numbers: Numbers,
         generators: Sequence[torch.Generator | None],
         reached: Reached,
+        may_vary: Collection[str],
         has_gradients: Mapping[str, bool] | None,
         outcome: Outcome,
         arguments: Sequence[XLAShardedTensor],
@@ -98,7 +104,7 @@ class Replay:
         self._lines = [line_of(plan.nodes[check.position]) for check in program.index_checks]
         self._numbers, self._generators, self._reached = numbers, generators, reached
         self._classes = [kind_of(numbers.values[x.position]) for x in numbers.live]
-        self.guards = Guards(reached, numbers.paths())
+        self.guards = Guards(reached, may_vary)
         self._tree = outcome.tree
         parameters = has_gradients or {}
         self._parameters = [reached.tensors[path] for path in parameters]
@@ -150,7 +156,9 @@ class Replay:
             t for t in self._reached.tensors.values() if t._handle.storage in storages
         ]
         # An argument that the step also reaches is state, and only that tensor may be passed.
+        # So are gradients that it reads.
         self._state = {t._handle.storage for t in self._reached.tensors.values()}
+        self._state.update(self._state_storages, written)
         given_now = [t._handle.storage for t in arguments]
         self._argument_state = [s if s in self._state else None for s in given_now]
         number = {plan.live[i]: i for i in at if results[i].kind is Kind.RESULT}
@@ -160,8 +168,17 @@ class Replay:
         made = {storage: n for n, storage in enumerate(number)}
         given = {t._handle.storage: i for i, t in enumerate(arguments)}
         self._returned: list[Callable[[Sequence[XLAShardedTensor], Sequence[Storage]], Any]] = [
-            _returned(leaf, made, given, arguments) for leaf in outcome.leaves
+            _returned(leaf, made, given, arguments, self._owners()) for leaf in outcome.leaves
         ]
+
+    def _owners(self) -> dict[Storage, XLAShardedTensor]:
+        """The parameter of each gradient."""
+        owners = [(t.grad, t) for t in self._reached.tensors.values() if t.is_leaf]
+        return {
+            grad._handle.storage: owner
+            for grad, owner in owners
+            if isinstance(grad, XLAShardedTensor)
+        }
 
     def ready(self, arguments: Sequence[XLAShardedTensor]) -> bool:
         """Whether a call can be replayed now: what it depends on is as it was.
@@ -175,18 +192,19 @@ class Replay:
             storage = argument._handle.storage
             if state is not storage and (state is not None or storage in self._state):
                 return False
+        own = recorders.current()
+        if own.storages or len(recorders.cut_here()) > 1:
+            execution.end_step()  # first, as closures at the end of a step may change anything
         if not self.guards.hold() or failed() or pending_elsewhere():
             return False
-        if [t.grad is not None for t in self._parameters] != self._have_gradients:
+        grads = map(_grad_of, self._parameters)
+        if [*map(operator.is_not, grads, itertools.repeat(None))] != self._have_gradients:
             return False
         for parameter, storage in self._read_gradients:
             grad: Any = parameter.grad
             if grad is None or grad._handle is not storage:
                 return False
-        own = recorders.current()
-        if own.storages or len(recorders.cut_here()) > 1:
-            execution.end_step()
-        return not failed()
+        return True
 
     def numbers(self) -> list[Any] | None:
         """The program's numbers without new seeds; None if one is of another kind now."""
@@ -277,6 +295,7 @@ def _returned(
     made: Mapping[Storage, int],
     given: Mapping[Storage, int],
     arguments: Sequence[XLAShardedTensor],
+    owners: Mapping[Storage, XLAShardedTensor],
 ) -> Callable[[Sequence[XLAShardedTensor], Sequence[Storage]], Any]:
     """How a later call returns what is returned here; keeps no data of this call."""
     if not isinstance(leaf, XLAShardedTensor):
@@ -284,12 +303,24 @@ def _returned(
     chain, storage = Chain.of(leaf._handle), leaf._handle.storage
     if storage in made:
         n = made[storage]
+        if isinstance(leaf, torch.nn.Parameter):
+            needs = leaf.requires_grad
+            return lambda arguments, storages: torch.nn.Parameter(
+                wrap(chain.over(storages[n])), requires_grad=needs
+            )
+        if leaf.requires_grad:
+            return lambda arguments, storages: wrap(chain.over(storages[n])).requires_grad_()
         return lambda arguments, storages: wrap(chain.over(storages[n]))
     if storage in given:
         i = given[storage]
         if leaf is arguments[i]:
             return lambda arguments, storages: arguments[i]
         return lambda arguments, storages: wrap_alias(chain.over(arguments[i]._handle.storage))
+    if storage in owners:
+        parameter: Any = owners[storage]
+        if leaf is parameter.grad:
+            return lambda arguments, storages: parameter.grad
+        return lambda arguments, storages: wrap_alias(chain.over(parameter.grad._handle.storage))
     return lambda arguments, storages: leaf  # a tensor of the state, or over one
 
 
@@ -305,7 +336,7 @@ class _Written:
     """
 
     def __init__(self, storages: list[Storage], placements: list[Placement]) -> None:
-        self._storages, self._placements = storages, placements
+        self._storages, self._placements = storages, placements  # of the results
         self._values: list[Value] = []
         self._counts: list[int] = []
 
@@ -315,6 +346,7 @@ class _Written:
         if (
             values
             and all(map(operator.is_, map(_value_of, self._storages), values))
+            and all(map(operator.is_, map(_placement_of, values), self._placements))
             and [*map(sys.getrefcount, values)] == self._counts
         ):
             for value, storage, array in zip(values, self._storages, results):
@@ -344,9 +376,48 @@ class _Gradients:
 
     def __init__(self, of: Sequence[tuple[int, XLAShardedTensor, Storage, Placement]]) -> None:
         self._of = [*of]
+        self._at = [i for i, *_ in of]
+        self._parameters = [parameter for _, parameter, _, _ in of]
+        self._placements = [placement for *_, placement in of]
+        self._storages: list[Storage] = []
+        self._values: list[Value] = []
+        self._counts: list[list[int]] = []
 
     def store(self, results: Sequence[Any], checked: Any) -> None:
         """Stores the results of a call."""
+        grads = [*map(_grad_of, self._parameters)]
+        if self._are_own(grads):
+            for value, storage, i in zip(self._values, self._storages, self._at):
+                value.data = results[i]
+                storage.version += 1
+            if checked is not None:
+                for value in self._values:
+                    value.checked = checked
+            return
+        del grads
+        self._store_each(results, checked)
+        # Nobody else has these at the moment.
+        self._storages = [storage for _, _, storage, _ in self._of]
+        self._values = [storage.value for storage in self._storages]
+        self._counts = self._references([*map(_grad_of, self._parameters)])
+
+    def _are_own(self, grads: list[Any]) -> bool:
+        """Whether all gradients are those that the last call stored, and nobody else's."""
+        same = operator.is_
+        return (
+            bool(self._counts)
+            and not any(map(same, grads, itertools.repeat(None)))
+            and all(map(same, map(_handle_of, grads), self._storages))
+            and all(map(same, map(_value_of, self._storages), self._values))
+            and all(map(same, map(_placement_of, self._values), self._placements))
+            and self._references(grads) == self._counts
+        )
+
+    def _references(self, grads: list[Any]) -> list[list[int]]:
+        """How many references there are to each gradient, to its storage, and to its value."""
+        return [[*map(sys.getrefcount, of)] for of in (grads, self._storages, self._values)]
+
+    def _store_each(self, results: Sequence[Any], checked: Any) -> None:
         for n, (i, parameter, storage, placement) in enumerate(self._of):
             kept: Any = parameter.grad
             if kept is not None and kept._handle is storage and not _is_shared(kept, storage):
