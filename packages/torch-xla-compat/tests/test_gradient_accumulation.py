@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spmd_core as spmd
 import torch_xla
+from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation
 from torch_xla.experimental.scan_layers import scan_layers
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
@@ -128,9 +129,23 @@ def test_units_of_fsdp_and_layers_in_a_loop(num_devices):
 
     def prepare(model, x, y):
         spmd.mark_sharding(x, mesh, (None, "fsdp", None))
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = SpmdFullyShardedDataParallel(checkpoint_module(layer), mesh)
         return SpmdFullyShardedDataParallel(model, mesh)
 
     check(Stack, prepare)
+
+
+def test_memory_is_that_of_one_step():
+    temporaries = []
+    for num_steps in (2, 8):
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 1)).to("xla")
+        x = torch.randn(num_steps, 256, WIDTH, device="xla")
+        torch_xla.sync()
+        gradient_accumulation(lambda x, model=model: model(x).square().mean(), (x,), model)
+        torch_xla.sync()
+        temporaries.append(spmd.metrics.programs()[-1].temp_bytes)
+    assert temporaries[0] == temporaries[1] > 256 * 64 * 4
 
 
 def test_hooks_of_parameters():

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -190,6 +191,22 @@ def test_marked_layers(split, num_devices):
     for name, parameter in check(Block, torch.randn(5, WIDTH), prepare)[2].named_parameters():
         if name in marks:
             assert parameter.grad.sharding_spec == parameter.sharding_spec
+
+
+def test_no_device_has_a_whole_stack_of_marked_parameters(num_devices):
+    if num_devices != 8:
+        pytest.skip("names the sizes on 8 devices")
+    mesh = spmd.Mesh(range(8), (4, 2), ("a", "b"))
+    layers = [nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).to("xla") for _ in range(3)]
+    for layer in layers:
+        spmd.mark_sharding(layer[0].weight, mesh, ("b", "a"))
+        spmd.mark_sharding(layer[1].weight, mesh, ("a", "b"))
+    x = spmd.mark_sharding(torch.randn(32, 64, device="xla"), mesh, ("a", None))
+    scan_layers(layers, x).square().mean().backward()
+    gradients = [p.grad for layer in layers for p in layer.parameters()]
+    stacks = set(re.findall(r"f32\[3,\d+,\d+\]", spmd.debugging.hlo(*gradients)))
+    assert {"f32[3,24,16]", "f32[3,16,24]"} <= stacks
+    assert not stacks & {f"f32[3,{sizes}]" for sizes in ("48,64", "64,48", "24,64", "64,24")}
 
 
 def test_units_of_fsdp(num_devices):
