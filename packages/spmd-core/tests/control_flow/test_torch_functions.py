@@ -52,6 +52,27 @@ def test_torch_scan(dim, reverse):
     torch.testing.assert_close(ys.cpu(), right * 2)
 
 
+@pytest.mark.parametrize("dim", [1, -2, 2, -1])
+def test_dims_of_torch_scan_are_those_of_xs(dim):
+    """A result of fewer dims has the loop's dim first; a negative dim counts from the end of xs."""
+    x = torch.randn(4, 5, 3)
+    slices = x.movedim(dim, 0)
+    init = torch.zeros(slices.shape[1:], device="xla")
+    _, (sums, products) = scan(
+        lambda c, x: (c + x, (x.sum(), (c + x) * x)), init, x.to("xla"), dim=dim
+    )
+    torch.testing.assert_close(sums.cpu(), slices.sum((1, 2)))
+    torch.testing.assert_close(products.cpu(), x.cumsum(dim) * x)
+    y = associative_scan(torch.add, x.to("xla"), dim)
+    torch.testing.assert_close(y.cpu(), x.cumsum(dim))
+    for loop in (
+        lambda d: scan(lambda c, x: (c, x), init, x.to("xla"), dim=d),
+        lambda d: associative_scan(torch.add, x.to("xla"), d),
+    ):
+        with pytest.raises(IndexError, match=r"Give one in \[-3, 2\]"):
+            loop(3)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 13])
 def test_torch_associative_scan(size):
     def compute(device, x):

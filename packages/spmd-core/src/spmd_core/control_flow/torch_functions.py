@@ -61,8 +61,10 @@ def _scan(
     reverse: bool = False,
 ) -> Any:
     """torch's `scan`."""
-    if not pytree.tree_leaves(xs):
+    leaves = pytree.tree_leaves(xs)
+    if not leaves:
         return init, []
+    dim = _canonical(dim, leaves)
     carry, ys = scan(
         lambda carry, x: tuple(combine_fn(carry, x)),
         init,
@@ -92,11 +94,23 @@ def _associative_scan(
         given = (pytree.tree_unflatten(side, spec) for side in (left, right))
         return pytree.tree_leaves(function(*given))
 
+    dim = _canonical(dim, leaves)
     leaves = [x.movedim(dim, 0) for x in leaves]
     leaves = [x.flip(0) for x in leaves] if reverse else leaves
     results = _prefixes(combine, leaves)
     results = [y.flip(0) for y in results] if reverse else results
     return pytree.tree_unflatten([y.movedim(0, dim) for y in results], spec)
+
+
+def _canonical(dim: int, leaves: Sequence[torch.Tensor]) -> int:
+    """The dim of the first tensor, which is that of all tensors and of results, from the front."""
+    num_dims = leaves[0].dim()
+    if not -num_dims <= dim < num_dims:
+        raise IndexError(
+            f"the dim of a scan is one of the {num_dims} dims of its first tensor; got {dim}. "
+            f"Give one in [{-num_dims}, {num_dims - 1}]."
+        )
+    return dim % num_dims
 
 
 def _prefixes(combine: Callable[[list[Any], list[Any]], list[Any]], xs: list[Any]) -> list[Any]:
