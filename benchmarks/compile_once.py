@@ -8,7 +8,6 @@ own without a cache on disk.
 Run: python -m benchmarks.compile_once
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,6 +22,21 @@ from tqdm import trange
 from benchmarks.options import whole
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 from examples.gpt2.presets import PRESETS
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="of examples.gpt2.train (default tiny)"
+    )
+    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument("--rounds", type=whole(), default=3, help="runs of each kind (default 3)")
+    parser.add_argument(
+        "--only",
+        choices=("an input", "as recorded"),
+        help="one run in this process, as a line of JSON",
+    )
+    args = parser.parse_args()
+
 from examples.gpt2.train import main as recipe
 from spmd_core.program import initial_state
 
@@ -30,19 +44,6 @@ STEPS = 2
 # State as an input of the program, or made inside of it, as the calls are recorded.
 INPUT, RECORDED = "an input", "as recorded"
 MOST = 0.65  # of the CPU time as recorded, where about the same program is compiled twice
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argument_parser(__doc__)
-    made.add_argument(
-        "--preset", choices=PRESETS, default="tiny", help="of examples.gpt2.train (default tiny)"
-    )
-    made.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
-    made.add_argument("--rounds", type=whole(), default=3, help="runs of each kind (default 3)")
-    made.add_argument(
-        "--only", choices=(INPUT, RECORDED), help="one run in this process, as a line of JSON"
-    )
-    return made
 
 
 def train(kind: str, preset: str, devices: int) -> dict[str, Any]:
@@ -77,7 +78,6 @@ def run(kind: str, preset: str, devices: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = parser().parse_args()
     if args.only:
         print(json.dumps(train(args.only, args.preset, args.devices)))
         return 0

@@ -94,8 +94,7 @@ def test_gpt2(
         common |= {"steps": 1}
     config = GPT2Config(**GPT2 | common | {"strategy": strategy, "mesh": mesh} | writing(folder))
     made = planned(gpt2, config, num_devices)
-    assert made.num_steps == {"ddp": 0, "pipeline": 1}.get(strategy, made.num_steps)
-    assert made.num_steps >= 4 or strategy in ("ddp", "pipeline")
+    assert made.num_steps >= {"ddp": 0, "pipeline": 1}.get(strategy, 4)
     assert not (folder / "new").exists()
     out = capsys.readouterr().out
     assert "GPT-2 smoke" in out and "nan" not in out and "saved to" not in out

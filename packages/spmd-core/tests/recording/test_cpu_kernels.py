@@ -89,6 +89,22 @@ def test_asking_keeps_no_tensor(function: Callable[..., Any]) -> None:
         gc.enable()
 
 
+def test_an_error_of_the_kernel_keeps_no_tensor() -> None:
+    """Smaller stand-ins do not fit each other in the gradient of a grouped convolution."""
+    images = ones(8, 16, 31, 29, dtype=f64, device="xla")
+    weight = ones(16, 1, 3, 3, dtype=f64, device="xla").requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        result = F.hardswish(F.conv2d(images, weight, stride=2, padding=1, groups=16))
+        kept = [weakref.ref(t._handle) for t in (images, result)]
+        result.sum().backward()
+        del images, result
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_asking_draws_nothing_and_warns_of_nothing() -> None:
     state = torch.get_rng_state()
     with warnings.catch_warnings():

@@ -100,6 +100,8 @@ def build(
         if even is graph:
             break
         graph, refusal = even, None
+    # Its traceback refers to this frame, which would live on until Python collects the circle.
+    del refusal
     if replicated_part is not Replicated.NOTHING:
         counters.count(f"programs_with_whole_{replicated_part.name.lower()}")
         warnings.warn(

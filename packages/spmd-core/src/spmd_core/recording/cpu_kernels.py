@@ -283,8 +283,10 @@ def _carry_out(call: StandInCall) -> Answer:
             except Exception as error:
                 if _OF_THE_CPU.search(str(error)):
                     return _UNKNOWN
-                first = first or error
-    return Answer(None if first is None else again(first))
+                # Not the error itself: its traceback refers to this frame, and so to the tensors of
+                # the callers, which would live on until Python collects the circle.
+                first = first or again(error)
+    return Answer(first)
 
 
 @contextmanager
