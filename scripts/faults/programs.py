@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         "spmd_core/control_flow/operands.py",
         "random operations of nested loops draw the same numbers",
-        "index = around if index is None else around * _MIX + index",
-        "index = around if index is None else index",
+        "return around() if index is None else around() * _MIX + index",
+        "return around() if index is None else index",
     ),
     # ---- graph -----------------------------------------------------------------------------------
     Fault(
