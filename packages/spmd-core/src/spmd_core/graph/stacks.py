@@ -1,0 +1,97 @@
+"""Stacks: the data of layers' parameters as one device array, and the operations between both.
+
+A loop over layers reads one parameter of all layers as one array, [number of layers, ...]. If each
+layer's had a buffer of its own, every step would copy all of them into that array. So the data of
+these parameters lies in the array: the value of each is a leaf whose data is a `Row`. Tensors,
+storages and writes know nothing of it; a cut takes the whole array as one input, and returns
+the new values of all rows as one result (`program.stacked_state`).
+"""
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmd_core.graph.placement import Placement
+from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.ops import stacks
+from spmd_core.ops.stacks import STACK as STACK
+from spmd_core.ops.stacks import UNSTACK as UNSTACK
+from spmd_core.sharding.sharding import Sharding
+
+if TYPE_CHECKING:
+    from spmd_core.graph.storage import Storage
+
+
+class StackEntry(Entry):
+    """Stacks its operands, tensors of one spec, along a new first dim."""
+
+    __slots__ = ()
+
+
+class UnstackEntry(Entry):
+    """Its results are the rows of its operand: `StackEntry` reversed."""
+
+    __slots__ = ()
+
+
+@functools.lru_cache(maxsize=4096)
+def stack_entry(row: Spec, count: int) -> StackEntry:
+    """The operation that stacks tensors of this spec; one object for equal arguments."""
+    return StackEntry(
+        STACK, lambda ctx, inputs, numbers: stacks.stacked(inputs), (stacked_spec(row, count),)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def unstack_entry(row: Spec, count: int) -> UnstackEntry:
+    """The operation whose results are the rows, of this spec, of a stack."""
+    return UnstackEntry(
+        UNSTACK,
+        lambda ctx, inputs, numbers: stacks.unstacked(inputs[0]),
+        (row.logical,) * count,
+        structure=tuple(range(count)),
+    )
+
+
+def stacked_spec(row: Spec, count: int) -> Spec:
+    """The spec of a stack of tensors of this spec."""
+    return Spec.contiguous((count, *row.shape), row.dtype)
+
+
+def stacked_sharding(row: Sharding) -> Sharding:
+    """The sharding of a stack whose rows have this one: no device splits the first dim."""
+    return Sharding.of(row.mesh, ((), *row.dims), row.ndim + 1)
+
+
+class Stack:
+    """Values whose data are the rows of one array.
+
+    Attributes:
+        value: the array, as a leaf.
+        owners: for each row, the storage whose value that row was when the stack was made.
+    """
+
+    __slots__ = ("owners", "value")
+
+    def __init__(self, value: Value, owners: "tuple[weakref.ref[Storage], ...]") -> None:
+        self.value, self.owners = value, owners
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a row is still the value of its storage."""
+        for owner in self.owners:
+            storage = owner()
+            if storage is not None:
+                row = storage.value.data
+                if row.__class__ is Row and row.stack is self:
+                    return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The data of a leaf that is a row of a stack."""
+
+    stack: Stack
+    index: int
