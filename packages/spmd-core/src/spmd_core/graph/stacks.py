@@ -9,18 +9,15 @@ the new values of all rows as one result (`program.stacked_state`).
 
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from spmd_core.graph.placement import Placement
+from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import stacks
 from spmd_core.ops.stacks import STACK as STACK
 from spmd_core.ops.stacks import UNSTACK as UNSTACK
 from spmd_core.sharding.sharding import Sharding
-
-if TYPE_CHECKING:
-    from spmd_core.graph.storage import Storage
 
 
 class StackEntry(Entry):
@@ -69,24 +66,61 @@ class Stack:
 
     Attributes:
         value: the array, as a leaf.
-        owners: for each row, the storage whose value that row was when the stack was made.
+        row: the spec of each row.
+        owners: for each row, the storage whose value that row was when the stack was made; None
+            without one.
     """
 
-    __slots__ = ("owners", "value")
+    __slots__ = ("owners", "row", "value")
 
-    def __init__(self, value: Value, owners: "tuple[weakref.ref[Storage], ...]") -> None:
-        self.value, self.owners = value, owners
+    def __init__(
+        self, value: Value, row: Spec, owners: tuple[weakref.ref[Storage] | None, ...]
+    ) -> None:
+        self.value, self.row, self.owners = value, row, owners
 
     @property
     def is_held(self) -> bool:
         """Whether a row is still the value of its storage."""
-        for owner in self.owners:
-            storage = owner()
-            if storage is not None:
-                row = storage.value.data
-                if row.__class__ is Row and row.stack is self:
-                    return True
+        for storage in self.storages():
+            row = None if storage is None else storage.value.data
+            if row.__class__ is Row and row.stack is self:
+                return True
         return False
+
+    def storages(self) -> list[Storage | None]:
+        """The owners; None for those that are gone."""
+        return [None if owner is None else owner() for owner in self.owners]
+
+
+class StackStorage(Storage):
+    """What receives a result that is a stack: the new values of several storages.
+
+    Attributes:
+        rows: these storages.
+    """
+
+    __slots__ = ("rows",)
+    rows: Sequence[Storage]
+
+    @staticmethod
+    def of(rows: Sequence[Storage], value: Value, sharding: Sharding | None) -> "StackStorage":
+        """That of these storages, before the result is there.
+
+        Args:
+            rows: the storages.
+            value: the pending stack of their values.
+            sharding: that of the stack; None for none.
+        """
+        made: StackStorage = StackStorage.__new__(StackStorage)
+        made.rows, made.value, made.spec = rows, value, value.spec
+        made.version, made.committed, made.recorder, made.inference = 0, None, None, False
+        made.sharding = sharding
+        return made
+
+
+def any_made() -> bool:
+    """Whether this process has ever stacked tensors: if not, there are no stacks to look for."""
+    return stack_entry.cache_info().currsize > 0
 
 
 @dataclass(frozen=True, slots=True)

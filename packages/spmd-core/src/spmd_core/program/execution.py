@@ -14,6 +14,7 @@ from spmd_core.errors import ProcessError, ProgramError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
+from spmd_core.graph.stacks import Row, StackStorage
 from spmd_core.graph.storage import Storage, take_failed, take_pending
 from spmd_core.graph.values import Value, line_of
 from spmd_core.program import (
@@ -23,11 +24,13 @@ from spmd_core.program import (
     index_checks,
     initial_state,
     planned_program,
+    stacked_state,
     start,
     verification,
 )
 from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.leaves import (
+    array_of,
     convert,
     device_placement,
     marked_placement,
@@ -188,7 +191,8 @@ def _request(live: list[Storage]) -> None:
 
 def _is_deleted(value: Value) -> bool:
     """Whether the value's buffer was donated to a program that failed."""
-    return isinstance(value.data, (jax.Array, AbstractArray)) and value.data.is_deleted()
+    data = value.data.stack.value.data if value.data.__class__ is Row else value.data
+    return isinstance(data, (jax.Array, AbstractArray)) and data.is_deleted()
 
 
 def end_step(*, wait: bool = False) -> None:
@@ -224,7 +228,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     )
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
-    read = [*leaves, *planned.state.sources]
+    read = [*leaves, *planned.state.sources, *planned.stacked.sources]
     for leaf in read:
         refuse_stand_in(leaf)
         if _is_deleted(leaf):
@@ -258,6 +262,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         raise
     if this_thread.cut_guard is not None:
         this_thread.cut_guard.after_program(planned.key)
+    if planned.stacked.new:
+        stacked_state.make(planned.stacked, dict(zip(leaves, targets)))
     if planned.state.inputs:
         initial_state.make(planned.state, leaves, targets, program.graph, program.record)
     arrays = [
@@ -274,8 +280,11 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     if donated:
         counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
-        storage.value.settle(array, placement, None)
-        _commit(storage, storage.value)
+        if isinstance(storage, StackStorage):
+            stacked_state.settle(storage, array, placement, checked)
+        else:
+            storage.value.settle(array, placement, None)
+            _commit(storage, storage.value)
     for storage, leaf in planned.state.held.items():
         _commit(storage, leaf)
     if checked is not None:
@@ -393,7 +402,7 @@ def to_host(storage: Storage) -> torch.Tensor:
     if value.placement.jax_sharding is None:
         return value.data.clone()
     refuse_local(value)
-    host = buffers.download(value.data, value.spec.shape)
+    host = buffers.download(array_of(value), value.spec.shape)
     raise_if_wrong(value)
     return host
 
@@ -435,7 +444,7 @@ def place(storage: Storage) -> jax.Array:
     if value.placement.room is not None:
         with lock:
             move(value, value.placement.with_room(None))
-    return value.data
+    return array_of(value)
 
 
 @contextmanager

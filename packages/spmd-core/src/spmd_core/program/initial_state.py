@@ -26,10 +26,17 @@ import torch
 from spmd_core import dtypes
 from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.stacks import Row
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, OpResult, Value
 from spmd_core.ops.kernels.traits import Elements
-from spmd_core.program.leaves import convert, host_placement, marked_placement, target_placement
+from spmd_core.program.leaves import (
+    convert,
+    host_placement,
+    marked_placement,
+    row_placement,
+    target_placement,
+)
 from spmd_core.program.program import explained
 from spmd_core.program.program_graph import RecordedGraph, stored_shape
 from spmd_core.runtime import buffers, devices, in_flight
@@ -74,7 +81,12 @@ class State:
     @property
     def sources(self) -> list[Value]:
         """The inputs that are copied."""
-        return [leaf.data.source for leaf in self.inputs.values() if leaf.data.source is not None]
+        return [leaf.data.source for leaf in self.made if leaf.data.source is not None]
+
+    @property
+    def made(self) -> list[Value]:
+        """The leaves whose arrays are made: for those that are rows of a stack, the stack."""
+        return [*dict.fromkeys(map(_whole, self.inputs.values()))]
 
 
 def find_state(
@@ -151,10 +163,18 @@ def make(
     """
     lies = dict(zip(leaves, targets))
     try:
-        for leaf in state.inputs.values():
+        for leaf in state.made:
             _make(leaf, lies.get(leaf) or target_placement(leaf.placement, graph.device_ids))
     except in_flight.FAILURES as error:
         raise explained(error, graph, record) from error
+    for leaf in state.inputs.values():
+        if leaf.data.__class__ is Row:
+            leaf.placement = row_placement(_whole(leaf).placement, leaf.placement.sharding)
+
+
+def _whole(leaf: Value) -> Value:
+    """The stack of which a leaf is a row; another leaf itself."""
+    return leaf.data.stack.value if leaf.data.__class__ is Row else leaf
 
 
 def _make(leaf: Value, target: Placement) -> None:

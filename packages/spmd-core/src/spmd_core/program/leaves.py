@@ -3,9 +3,11 @@
 from functools import lru_cache
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.errors import SpmdError
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.stacks import Row, stacked_sharding
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program.program_graph import stored_shape
@@ -54,6 +56,37 @@ def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Place
 devices.on_exchange.append(target_placement.cache_clear)
 
 
+@lru_cache(maxsize=4096)
+def stack_placement(row: Placement) -> Placement:
+    """The placement of a stack whose rows are placed like this."""
+    if row.sharding is not None:
+        mark = stacked_sharding(row.sharding)
+        return host_placement(mark) if row.jax_sharding is None else marked_placement(mark)
+    own = row.jax_sharding
+    return Placement.of(
+        None if own is None else NamedSharding(own.mesh, PartitionSpec(None, *own.spec)), None
+    )
+
+
+@lru_cache(maxsize=4096)
+def row_placement(stack: Placement, sharding: Sharding | None) -> Placement:
+    """The placement of the rows of a stack in device memory.
+
+    Args:
+        stack: where the stack lies.
+        sharding: the mark of the rows; None if they have none.
+    """
+    if sharding is not None:
+        return marked_placement(sharding)
+    own = stack.device_sharding
+    assert not own.spec or own.spec[0] is None, own
+    return Placement.of(NamedSharding(own.mesh, PartitionSpec(*own.spec[1:])), None)
+
+
+devices.on_exchange.append(stack_placement.cache_clear)
+devices.on_exchange.append(row_placement.cache_clear)
+
+
 def refuse_local(value: Value) -> None:
     """Raises SpmdError for a tensor that is local to a manual region.
 
@@ -100,9 +133,20 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
 def move(value: Value, target: Placement) -> None:
     """Reshards a leaf in device memory. Does not wait."""
     value.data = buffers.reshard(
-        value.data, target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
+        array_of(value), target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
     )
     value.placement = target
+
+
+def array_of(value: Value) -> jax.Array:
+    """The array of a leaf in device memory; of a row of a stack a copy. Does not wait."""
+    if value.data.__class__ is not Row:
+        array: jax.Array = value.data
+        return array
+    row: Row = value.data
+    sharding = value.placement.device_sharding
+    shape = stored_shape(value.spec, value.placement)
+    return buffers.row(row.stack.value.data, row.index, sharding, shape)
 
 
 def convert(value: Value, target: Placement) -> jax.Array:
@@ -119,10 +163,10 @@ def convert(value: Value, target: Placement) -> jax.Array:
         )
         value.placement = placement = uploaded
     if placement is target:
-        return value.data
+        return array_of(value)
     if placement.sharding is None:
         move(value, target)
-        return value.data
+        return array_of(value)
     return buffers.reshard(
-        value.data, target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
+        array_of(value), target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
     )

@@ -11,9 +11,10 @@ from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
+from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache, initial_state
+from spmd_core.program import compile_cache, initial_state, stacked_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
@@ -40,6 +41,7 @@ class CutPlan:
         targets: the placement that each leaf must have on the program's devices.
         numbers: the Python numbers that are inputs of the program, in the order of the nodes.
         state: what begins in this cut. Its leaves have no arrays yet.
+        stacked: the stacks among its inputs and results. New ones have no arrays yet.
         label: the prefix of the program's name.
     """
 
@@ -51,6 +53,7 @@ class CutPlan:
     targets: tuple[Placement, ...]
     numbers: list[Any]
     state: initial_state.State
+    stacked: stacked_state.StackedState
     label: str
 
     def graph(self) -> RecordedGraph:
@@ -119,7 +122,11 @@ def plan(
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
-    number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
+    stacked = stacked_state.find(live, nodes, leaves, state)
+    rows: dict[Value, int] = {}
+    if stacked.rows:
+        live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
+    number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
     structure: list[Any] = []
     node_inputs: list[list[int]] = []
@@ -146,14 +153,21 @@ def plan(
     device_ids = _program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
-    before = [s.committed or state.first.get(s) for s in live]
+    before = [
+        s.committed or state.first.get(s)
+        if s.__class__ is not StackStorage
+        else stacked.results[s].value
+        for s in live
+    ]
     out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
     # verify() runs a program twice on the same inputs, so nothing is donated.
     kept = set(state.held.values())
     if is_captured:
-        kept |= {leaf for leaf in leaves if leaf.owner is None or leaf.owner() is None}
+        wholes = {stack.value for stack, _ in stacked.rows.values()}
+        nobodys = (x for x in leaves if x.owner is None or x.owner() is None)
+        kept |= {leaf for leaf in nobodys if leaf not in wholes}
     donated = (
-        _donated(live, leaves, targets, out_placements, elsewhere, kept)
+        _donated(live, leaves, targets, out_placements, elsewhere, kept, stacked)
         if donates and not config.verify_programs
         else {}
     )
@@ -173,7 +187,31 @@ def plan(
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )
-    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, label)
+    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+
+
+def _with_stacks(
+    stacked: stacked_state.StackedState,
+    live: list[Storage],
+    nodes: list[Value],
+    leaves: list[Value],
+) -> tuple[list[Storage], list[Value], list[Value], dict[Value, int]]:
+    """The results, operations and inputs of a cut with whole stacks in place of their rows.
+
+    Returns:
+        These, and the value number of each row that is read.
+    """
+    unstacked = stacked.unstacked(leaves)
+    first: dict[Stack, int] = {}
+    count = 0
+    for stack in unstacked:
+        first[stack] = count
+        count += len(stack.owners)
+    rows = {row: first[stack] + i for row, (stack, i) in stacked.rows.items() if stack in first}
+    nodes = [*unstacked.values(), *nodes, *(result.value for result in stacked.results)]
+    joined = {s for result in stacked.results for s in result.rows}
+    live = [*(s for s in live if s not in joined), *stacked.results]
+    return live, nodes, [*dict.fromkeys(map(stacked.stack_of, leaves))], rows
 
 
 def _position(storage: Storage) -> tuple[int, int]:
@@ -278,6 +316,7 @@ def _donated(
     out_placements: list[Placement | None],
     elsewhere: list[Storage],
     kept: set[Value],
+    stacked: stacked_state.StackedState,
 ) -> dict[int, int]:
     """The leaves to donate: those whose last reader is this program, with the result for each.
 
@@ -291,6 +330,7 @@ def _donated(
         out_placements: the placement of each result; None if the partitioner chooses.
         elsewhere: the storages that other threads' cuts compute, which may read the same leaves.
         kept: leaves that stay.
+        stacked: the stacks among them.
 
     Returns:
         The position of the result, by the position of the leaf.
@@ -305,10 +345,16 @@ def _donated(
     readers = [*failed(), *elsewhere]
     if readers:
         kept = kept | set(collect(readers)[1])
+    owner_of: dict[Value, Storage] = {}
+    if stacked.rows:
+        kept = {*kept, *map(stacked.stack_of, kept)}
+        kept |= {x.data.stack.value for x in kept if x.data.__class__ is Row}
+        kept |= {stack.value for stack, _ in stacked.rows.values() if stack.is_held}
+        owner_of = {stack.value: result for result, stack in stacked.results.items()}
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):
-        owner = leaf.owner() if leaf.owner is not None else None
+        owner = leaf.owner() if leaf.owner is not None else owner_of.get(leaf)
         if (owner is not None and owner.value is leaf) or leaf in kept:
             continue
         layout = (leaf.spec.shape, leaf.spec.dtype, target)

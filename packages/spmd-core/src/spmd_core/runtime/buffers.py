@@ -147,6 +147,83 @@ def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -
     return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
 
 
+def upload_rows(
+    tensors: Sequence[torch.Tensor],
+    jax_sharding: jax.sharding.NamedSharding,
+    padded_shape: tuple[int, ...],
+) -> jax.Array:
+    """Host tensors of one shape as the rows of a device array, whose first dim is not split.
+
+    Each device receives only its shard. Does not wait.
+    """
+    if abstract.run() is not None:
+        return abstract.array(padded_shape, dtypes.to_jax(tensors[0].dtype), jax_sharding)
+    rows = [dtypes.numpy_view(t.detach().contiguous()) for t in tensors]
+    counters.count("uploads")
+    counters.count("uploaded_bytes", sum(row.nbytes for row in rows))
+    blocks: dict[str, np.ndarray] = {}
+
+    def block(index: Any) -> np.ndarray:
+        key = str(index)  # devices that hold the same block share one copy
+        if key not in blocks:
+            own = [_padded_block(row, index[1:], padded_shape[1:]) for row in rows]
+            blocks[key] = np.stack(own)
+        return blocks[key]
+
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(padded_shape, jax_sharding, block)
+
+
+def stacked(
+    arrays: Sequence[jax.Array], jax_sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]
+) -> jax.Array:
+    """Device arrays as the rows of one array on the same devices. Does not wait.
+
+    Args:
+        arrays: the rows, of one shape.
+        jax_sharding: of the result.
+        shape: of the result.
+    """
+    if any(isinstance(array, AbstractArray) for array in arrays):
+        return abstract.array(shape, arrays[0].dtype, jax_sharding)
+    with jax.enable_x64(True):
+        made: jax.Array = _stacking(jax_sharding)(arrays)
+        return made
+
+
+@functools.lru_cache(maxsize=256)
+def _stacking(jax_sharding: jax.sharding.NamedSharding) -> Any:
+    """The program that stacks arrays."""
+    return jax.jit(jax.numpy.stack, out_shardings=jax_sharding)
+
+
+def row(
+    array: jax.Array, index: int, jax_sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]
+) -> jax.Array:
+    """A row of a device array, as an array of its own. Does not wait.
+
+    Args:
+        array: the array, whose first dim is not split.
+        index: of the row.
+        jax_sharding: of the result.
+        shape: of the result.
+    """
+    if isinstance(array, AbstractArray):
+        return abstract.array(shape, array.dtype, jax_sharding)
+    with jax.enable_x64(True):
+        made: jax.Array = _row(jax_sharding)(array, index)
+        return made
+
+
+@functools.lru_cache(maxsize=256)
+def _row(jax_sharding: jax.sharding.NamedSharding) -> Any:
+    """The program that takes a row."""
+    return jax.jit(
+        lambda array, index: jax.lax.dynamic_index_in_dim(array, index, keepdims=False),
+        out_shardings=jax_sharding,
+    )
+
+
 def from_blocks(
     blocks: dict[int, torch.Tensor],
     jax_sharding: jax.sharding.Sharding,

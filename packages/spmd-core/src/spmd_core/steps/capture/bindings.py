@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from spmd_core.errors import CaptureError
+from spmd_core.graph.stacks import StackStorage
 from spmd_core.graph.storage import Handle, Link, Storage, View
 from spmd_core.graph.values import Value, origin_of
 from spmd_core.program.planning import CutPlan
@@ -29,6 +30,7 @@ class Kind(Enum):
     GRADIENT = "the gradient that the call gives a parameter"
     CONSTANT = "data from the host, the same in each call"
     RESULT = "a tensor that the call returns"
+    STACK = "tensors that the step reaches, whose data lies in one array"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Binding:
         path: of state and gradients: where the step reaches the tensor.
         storage: of state.
         data: of a constant: its elements.
+        rows: of a stack: the storages of its rows.
     """
 
     kind: Kind
@@ -48,6 +51,7 @@ class Binding:
     path: str = ""
     storage: Storage | None = None
     data: np.ndarray | None = None
+    rows: tuple[Storage, ...] = ()
 
     def agrees(self, other: "Binding") -> bool:
         """Whether two calls bind alike."""
@@ -57,6 +61,8 @@ class Binding:
             return self.storage is other.storage
         if self.kind is Kind.GRADIENT:
             return self.path == other.path
+        if self.kind is Kind.STACK:
+            return self.rows == other.rows
         if self.data is None or other.data is None:
             return True
         return self.data.dtype == other.data.dtype and (self.data.tobytes() == other.data.tobytes())
@@ -89,9 +95,13 @@ def of_leaves(
     """
     found = []
     born = {tensor._handle.storage: path for path, tensor in after.tensors.items()}
+    stacks = {stack.value: stack.storages() for stack, _ in plan.stacked.rows.values()}
     for leaf in plan.leaves:
         owner = leaf.owner() if leaf.owner is not None else None
-        if owner is not None and owner in state:
+        rows = [s for s in stacks.get(leaf, ()) if s is not None]
+        if rows and len(rows) == len(stacks[leaf]) and all(s in state or s in born for s in rows):
+            found.append(Binding(Kind.STACK, rows=tuple(rows)))
+        elif owner is not None and owner in state:
             found.append(Binding(Kind.STATE, path=state[owner], storage=owner))
         elif owner is not None and owner in arguments:
             found.append(Binding(Kind.ARGUMENT, list(arguments).index(owner)))
@@ -166,7 +176,8 @@ def of_results(
     for i, tensor in enumerate(returned):
         if isinstance(tensor, XLAShardedTensor):
             results.setdefault(tensor._handle.storage, i)
-    known = {*plan.live, *arguments, *state, *own, *born}
+    live = [r for s in plan.live for r in (s.rows if isinstance(s, StackStorage) else [s])]
+    known = {*live, *arguments, *state, *own, *born}
     if strange := next((s for s in results if s not in known), None):
         raise CaptureError(
             "a tensor that a captured step returns is a result of its program, an argument, or "
@@ -174,7 +185,9 @@ def of_results(
         )
     found = []
     for storage in plan.live:
-        if storage in state:
+        if isinstance(storage, StackStorage):
+            found.append(_of_stack(storage, state, born, own))
+        elif storage in state:
             found.append(Binding(Kind.STATE, path=state[storage], storage=storage))
         elif storage in arguments:
             found.append(Binding(Kind.ARGUMENT, list(arguments).index(storage)))
@@ -185,11 +198,28 @@ def of_results(
         elif storage in results:
             found.append(Binding(Kind.RESULT, results[storage]))
         else:
-            raise CaptureError(
-                "a tensor that a captured step makes is returned, or forgotten by its end; got one "
-                f"that something keeps, {storage.spec!r}{_made_at(storage.value)}. Return it."
-            )
+            raise _kept_by_something(storage)
     return found
+
+
+def _of_stack(
+    stack: StackStorage,
+    state: Mapping[Storage, str],
+    born: Mapping[Storage, str],
+    own: Mapping[Storage, str],
+) -> Binding:
+    """Where a result that is a stack goes."""
+    for storage in stack.rows:
+        if storage not in state and storage not in born and storage not in own:
+            raise _kept_by_something(storage)
+    return Binding(Kind.STACK, rows=tuple(stack.rows))
+
+
+def _kept_by_something(storage: Storage) -> CaptureError:
+    return CaptureError(
+        "a tensor that a captured step makes is returned, or forgotten by its end; got one "
+        f"that something keeps, {storage.spec!r}{_made_at(storage.value)}. Return it."
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from spmd_core.steps.capture.bindings import Binding, Chain, Kind
 from spmd_core.steps.capture.guards import Guards
 from spmd_core.steps.capture.numbers import Numbers, kind_of
 from spmd_core.steps.capture.reachable import Reached
+from spmd_core.steps.capture.stacked import Stacks
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap, wrap_alias
 
@@ -126,6 +127,7 @@ class Replay:
             if inputs[i].path in grads
         ]
         self._argument_at = [(i, inputs[i].index) for i in at if inputs[i].kind is Kind.ARGUMENT]
+        self._rows_at = {i: inputs[i].rows for i in at if inputs[i].kind is Kind.STACK}
         self._constants = [(i, plan.leaves[i]) for i in at if inputs[i].kind is Kind.CONSTANT]
 
     def _bind_results(
@@ -140,6 +142,9 @@ class Replay:
         self._written_at = [i for i in at if results[i].kind is Kind.STATE]
         written = [_storage(results[i]) for i in self._written_at]
         self._written = _Written(written, [placements[i] for i in self._written_at])
+        stacks = [i for i in at if results[i].kind is Kind.STACK]
+        self._stacks = Stacks(self._rows_at, {i: (results[i].rows, placements[i]) for i in stacks})
+        written = [*written, *self._stacks.written]
         self._written_arguments = [
             (i, results[i].index, placements[i]) for i in at if results[i].kind is Kind.ARGUMENT
         ]
@@ -158,7 +163,7 @@ class Replay:
         # An argument that the step also reaches is state, and only that tensor may be passed.
         # So are gradients that it reads.
         self._state = {t._handle.storage for t in self._reached.tensors.values()}
-        self._state.update(self._state_storages, written)
+        self._state.update(self._state_storages, self._stacks.storages, written)
         given_now = [t._handle.storage for t in arguments]
         self._argument_state = [s if s in self._state else None for s in given_now]
         number = {plan.live[i]: i for i in at if results[i].kind is Kind.RESULT}
@@ -196,6 +201,8 @@ class Replay:
         if own.storages or len(recorders.cut_here()) > 1:
             execution.end_step()  # first, as closures at the end of a step may change anything
         if not self.guards.hold() or failed() or pending_elsewhere():
+            return False
+        if not self._stacks.are_there():
             return False
         grads = map(_grad_of, self._parameters)
         if [*map(operator.is_not, grads, itertools.repeat(None))] != self._have_gradients:
@@ -261,7 +268,7 @@ class Replay:
             leaves[i] = value
         for i, index in self._argument_at:
             leaves[i] = arguments[index]._handle.storage.value
-        for i, value in self._constants:
+        for i, value in (*self._constants, *self._stacks.leaves()):
             leaves[i] = value
         if all(map(operator.is_, map(_placement_of, leaves), self._targets)):
             arrays = [*map(_data_of, leaves)]
@@ -278,6 +285,7 @@ class Replay:
     def _store(self, arguments: Sequence[XLAShardedTensor], results: list[Any]) -> None:
         """Gives the storages their new values."""
         self._written.store([results[i] for i in self._written_at], self._checked)
+        self._stacks.store(results, self._checked)
         for i, index, placement in self._written_arguments:
             storage = arguments[index]._handle.storage
             value = Value.leaf(storage.spec, results[i], placement, None)
