@@ -246,7 +246,7 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
             "Data Device": device,
             "Data Shape": _shape_text(tensor),
             "OpSharding": text or "{replicated}",
-            "NumShards": len(value.data.sharding.device_set),
+            "NumShards": len(value.placement.device_sharding.device_set),
         }
         facts["XLAData"] = "XLAShardedData: " + "".join(
             f"\n  {name}: {fact}" for name, fact in data.items()

@@ -135,11 +135,13 @@ def recording_inside(what: str, require_own: Callable[[Any], None]) -> Iterator[
         require_own: see `Recorder`.
     """
     around = current()
-    this_thread.recorder = Recorder(what, require_own)
+    this_thread.recorder = recorder = Recorder(what, require_own)
     try:
         yield
     finally:
         this_thread.recorder = around
+        # Storages refer to it, and this to storages: they would live until garbage is collected.
+        recorder.require_own = None
 
 
 def is_alone() -> bool:

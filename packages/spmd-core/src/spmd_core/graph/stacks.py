@@ -87,6 +87,17 @@ class Stack:
                 return True
         return False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each row is the computed value of its storage."""
+        for i, storage in enumerate(self.storages()):
+            value = None if storage is None else storage.committed
+            if value is None or value.data.__class__ is not Row:
+                return False
+            if value.data.stack is not self or value.data.index != i:
+                return False
+        return True
+
     def storages(self) -> list[Storage | None]:
         """The owners; None for those that are gone."""
         return [None if owner is None else owner() for owner in self.owners]

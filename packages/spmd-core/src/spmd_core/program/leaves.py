@@ -1,6 +1,8 @@
 """Placements of a program's inputs in host and device memory, and transfers between them."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -63,9 +65,7 @@ def stack_placement(row: Placement) -> Placement:
         mark = stacked_sharding(row.sharding)
         return host_placement(mark) if row.jax_sharding is None else marked_placement(mark)
     own = row.jax_sharding
-    return Placement.of(
-        None if own is None else NamedSharding(own.mesh, PartitionSpec(None, *own.spec)), None
-    )
+    return Placement.of(None if own is None else _over(own.mesh, [None, *own.spec]), None)
 
 
 @lru_cache(maxsize=4096)
@@ -80,7 +80,15 @@ def row_placement(stack: Placement, sharding: Sharding | None) -> Placement:
         return marked_placement(sharding)
     own = stack.device_sharding
     assert not own.spec or own.spec[0] is None, own
-    return Placement.of(NamedSharding(own.mesh, PartitionSpec(*own.spec[1:])), None)
+    return Placement.of(_over(own.mesh, own.spec[1:]), None)
+
+
+def _over(mesh: Any, spec: Sequence[Any]) -> NamedSharding:
+    """jax's sharding of one form: equal ones are compared by their specs."""
+    entries = [*spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 devices.on_exchange.append(stack_placement.cache_clear)

@@ -60,9 +60,11 @@ class CutPlan:
         """The graph to lower; only needed if the program is not in the cache."""
         key = self.key
         origins = key.origins or (None,) * len(self.nodes)
+        # In errors, a stack has the name of its first row.
+        first = {stack.value: stack.owners[0] for stack, _ in self.stacked.rows.values()}
         return RecordedGraph(
             tuple(
-                Leaf(leaf.spec, target, origin_of(leaf), leaf.owner)
+                Leaf(leaf.spec, target, origin_of(leaf), leaf.owner or first.get(leaf))
                 for leaf, target in zip(self.leaves, self.targets)
             ),
             tuple(
@@ -70,7 +72,7 @@ class CutPlan:
                 for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)
             ),
             tuple(
-                Output(number, s.spec, placement, weakref.ref(s))
+                Output(number, s.spec, placement, weakref.ref(_named(s)))
                 for s, (number, _, placement) in zip(self.live, key.outputs)
             ),
             key.donated,
@@ -212,6 +214,11 @@ def _with_stacks(
     joined = {s for result in stacked.results for s in result.rows}
     live = [*(s for s in live if s not in joined), *stacked.results]
     return live, nodes, [*dict.fromkeys(map(stacked.stack_of, leaves))], rows
+
+
+def _named(storage: Storage) -> Storage:
+    """The storage after which a result is named in errors."""
+    return storage.rows[0] if isinstance(storage, StackStorage) else storage
 
 
 def _position(storage: Storage) -> tuple[int, int]:

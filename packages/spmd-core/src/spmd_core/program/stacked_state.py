@@ -93,7 +93,7 @@ def find(
             rows[leaf] = leaf.data.stack, leaf.data.index
     new: dict[Stack, Sequence[Value]] = {}
     for node in nodes:
-        if node.entry.__class__ is StackEntry and _can_be_stacked(node.inputs, rows):
+        if node.entry.__class__ is StackEntry and _can_be_stacked(node.inputs, new):
             stack = _stack(node.inputs, None)
             new[stack] = node.inputs
             rows |= {leaf: (stack, i) for i, leaf in enumerate(node.inputs)}
@@ -110,13 +110,24 @@ def find(
     return StackedState(rows, new, results)
 
 
-def _can_be_stacked(leaves: Sequence[Value], rows: Mapping[Value, Any]) -> bool:
-    """Whether the data of these values may become rows of a new stack."""
+def _can_be_stacked(leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]]) -> bool:
+    """Whether the data of these values may become rows of a new stack.
+
+    Not if they are rows of another one, unless that lost a row: two programs that stack the same
+    layers otherwise would copy them in turns.
+    """
+    taken = {row for rows in new.values() for row in rows}
+    if any(
+        x.data is None or x in taken or x.data.__class__ is StandIn or isinstance(x.data, Beginning)
+        for x in leaves
+    ):
+        return False
+    if len({*leaves}) < len(leaves):
+        return False
+    others = {x.data.stack for x in leaves if x.data.__class__ is Row}
+    if any(stack.is_whole for stack in others):
+        return False
     first = leaves[0]
-    if any(x.data is None or x in rows or x.data.__class__ is StandIn for x in leaves):
-        return False
-    if isinstance(first.data, Beginning) or len({*leaves}) < len(leaves):
-        return False
     placement = first.placement
     return (
         all(x.placement is placement and x.spec.logical is first.spec.logical for x in leaves)

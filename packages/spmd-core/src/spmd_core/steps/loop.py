@@ -10,6 +10,7 @@ import torch
 from spmd_core.arguments import checked, require_kind
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution
+from spmd_core.program.leaves import array_of
 from spmd_core.runtime import in_flight
 from spmd_core.steps.structures import map_tensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -74,7 +75,7 @@ def unlazy(tensors: Any) -> None:
     values = [execution.materialize(storage) for storage in storages]
     for value in values:
         if value.placement.jax_sharding is not None:
-            in_flight.wait_for(value.data)
+            in_flight.wait_for(array_of(value))
 
 
 def _smoothing() -> float:

@@ -1,0 +1,234 @@
+"""Stacks among a program's inputs and results: what lies in one array, and when."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import spmd_core as spmd
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.stacks import Row, stack_entry, stacked_sharding, unstack_entry
+from spmd_core.graph.storage import Storage, read
+from spmd_core.graph.values import OpResult, Value
+from spmd_core.program import start
+from spmd_core.tensor.sharded_tensor import wrap
+
+
+class _Stacked(torch.autograd.Function):
+    """The tensors of layers as one, whose gradient is that of each."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.spec, ctx.count = tensors[0]._handle.spec, len(tensors)
+        sharding = tensors[0]._handle.sharding
+        with lock:
+            entry = stack_entry(ctx.spec, ctx.count)
+            storage = Storage(Value(entry, [read(t._handle) for t in tensors], ()), entry.spec)
+            storage.sharding = None if sharding is None else stacked_sharding(sharding)
+            return wrap(storage)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with lock:
+            entry = unstack_entry(ctx.spec, ctx.count)
+            node = Value(entry, (read(grad._handle),), ())
+            rows = [OpResult(node, i) for i in range(ctx.count)]
+            return tuple(wrap(Storage(row, ctx.spec.logical)) for row in rows)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, width=6, num_layers=3):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(num_layers))
+        self.head = torch.nn.Linear(width, 2)
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return self.head(x)
+        weights = _Stacked.apply(*(layer.weight for layer in self.layers))
+        biases = _Stacked.apply(*(layer.bias for layer in self.layers))
+
+        def one(x, of_layer):
+            return torch.tanh(torch.nn.functional.linear(x, *of_layer)), None
+
+        return self.head(spmd.control_flow.scan(one, x, (weights, biases))[0])
+
+
+def _lies(tensor):
+    return tensor._handle.value.data
+
+
+def _are_rows(tensors):
+    """Whether the data of tensors are the rows of one array, in order."""
+    rows = [*map(_lies, tensors)]
+    return all(r.__class__ is Row and r.stack is rows[0].stack for r in rows) and [
+        r.index for r in rows
+    ] == [*range(len(rows))]
+
+
+def _models(width=6, marks=None):
+    torch.manual_seed(0)
+    eager, model = _Model(width), _Model(width)
+    model.load_state_dict(eager.state_dict())
+    model.to("xla")
+    if marks is not None:
+        mesh = spmd.Mesh(range(8), (4, 2), ("a", "b"))
+        for layer in model.layers:
+            spmd.mark_sharding(layer.weight, mesh, marks)
+    return eager, model
+
+
+def _step(model, optimizer, seed, clip=True):
+    torch.manual_seed(seed)
+    x = torch.randn(5, model.head.in_features).to(model.head.weight.device)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    if x.device.type == "xla":
+        spmd.sync()
+    return loss.item()
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+MARKS = [None, ("a", None), ("a", "b"), (None, ("a", "b"))]
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_has_one_program_whose_state_lies_stacked(name, num_devices):
+    for marks in MARKS if num_devices == 8 else MARKS[:1]:
+        for width in (6, 8) if name == "fused" else (6,):
+            eager, model = _models(width, marks)
+            optimizers = OPTIMIZERS[name](eager.parameters()), OPTIMIZERS[name](model.parameters())
+            before = spmd.metrics.counter("compiles")
+            for seed in range(3):
+                losses = [_step(m, o, seed) for m, o in zip((eager, model), optimizers)]
+                assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+            assert spmd.metrics.counter("compiles") - before <= 1
+            for own, other in zip(model.parameters(), eager.parameters()):
+                torch.testing.assert_close(own.cpu(), other.detach(), rtol=1e-5, atol=1e-6)
+            for part in ("weight", "bias"):
+                own = [getattr(layer, part) for layer in model.layers]
+                assert _are_rows(own)
+                states = [optimizers[1].state[p] for p in own]
+                for key, value in states[0].items():
+                    if value is not None and value.device.type == "xla":
+                        assert _are_rows([state[key] for state in states]), key
+
+
+def test_a_step_copies_no_stack():
+    _, model = _models(8, (("a", "b"), None))
+    optimizer = OPTIMIZERS["foreach"](model.parameters())
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    record = spmd.metrics.programs()[-1]
+    stacks = 3 * 8 * 8 * 4 // 8
+    assert record.alias_bytes >= 4 * stacks  # the parameters and three moments, in place
+
+
+def test_rows_are_read_and_written_one_by_one():
+    eager, model = _models(6)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model)]
+    for seed in range(4):
+        losses = [_step(m, o, seed) for m, o in zip((eager, model), optimizers)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        with torch.no_grad():
+            for m in (eager, model):
+                if seed == 1:
+                    m.layers[1].weight.mul_(0.5)  # one row leaves the stack
+                if seed == 2:
+                    m.layers[0].bias.copy_(torch.ones(6))
+        row = model.layers[1].weight
+        torch.testing.assert_close(row.cpu(), eager.layers[1].weight.detach())
+        assert row.sum().item() == pytest.approx(eager.layers[1].weight.sum().item(), rel=1e-5)
+    assert _are_rows([layer.weight for layer in model.layers])
+
+
+def test_a_row_that_is_kept_is_not_overwritten():
+    _, model = _models(6)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _step(model, optimizer, 0)
+    weight = model.layers[2].weight
+    before = weight.detach().cpu()
+    alias = torch.empty(0, device="xla").set_(weight.detach().clone())
+    pending = weight.detach() * 1.0  # reads the row before the next step
+    _step(model, optimizer, 1)
+    torch.testing.assert_close(pending.cpu(), before, rtol=0, atol=0)
+    torch.testing.assert_close(alias.cpu(), before, rtol=0, atol=0)
+    assert not torch.equal(weight.cpu(), before)
+
+
+def test_loading_into_rows_and_another_mark():
+    eager, model = _models(6)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _step(model, optimizer, 0)
+    model.load_state_dict({k: v + 1 for k, v in eager.state_dict().items()})
+    count = spmd.global_runtime_device_count()
+    mesh = spmd.Mesh(range(count), (count,), ("a",))
+    for layer in model.layers:
+        spmd.mark_sharding(layer.weight, mesh, ("a", None))
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        for p in eager.parameters():
+            p.add_(1)
+        torch.testing.assert_close(model(x.to("xla")).cpu(), eager(x))
+    for layer, own in zip(model.layers, eager.layers):
+        shards = layer.weight.local_shards
+        assert len(shards) == count
+        assert torch.equal(shards[0].data[:1], own.weight[:1].detach())
+    assert _are_rows([layer.weight for layer in model.layers])
+    saved = {k: v.cpu() for k, v in model.state_dict().items()}
+    assert all(torch.equal(saved[k], v) for k, v in eager.state_dict().items())
+
+
+def test_rows_of_two_groupings_are_right():
+    eager, model = _models(6)
+    x = torch.randn(4, 6)
+    weights = [layer.weight for layer in model.layers]
+    plain = [layer.weight.detach() for layer in eager.layers]
+    for order in ((0, 1, 2), (2, 0, 1), (0, 1), (1, 1, 2)):
+        made = _Stacked.apply(*(weights[i] for i in order))
+        assert torch.equal(made.detach().cpu(), torch.stack([plain[i] for i in order]))
+    torch.testing.assert_close(model(x.to("xla")).detach().cpu(), eager(x).detach())
+
+
+def test_a_failed_start_loses_nothing(monkeypatch):
+    _, model = _models(6)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _step(model, optimizer, 0)
+    values = [p.detach().cpu() for p in model.parameters()]
+    monkeypatch.setattr(start, "start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.mul_(2)
+        with pytest.raises(KeyboardInterrupt):
+            spmd.sync()
+        monkeypatch.undo()
+    weights = [layer.weight.detach().cpu() for layer in model.layers]
+    for now, before in zip(weights, values[0::2]):
+        torch.testing.assert_close(now, before * 2)
+
+
+def test_a_scan_keeps_nothing_once_it_is_over():
+    weights = torch.randn(3, 6, 6, device="xla", requires_grad=True)
+    gc.disable()
+    try:
+        stack = weights * 1.0
+        kept = weakref.ref(stack._handle)
+        h, _ = spmd.control_flow.scan(lambda h, w: (h @ w, None), torch.ones(2, 6).to("xla"), stack)
+        h.sum().backward()
+        del stack, h
+        assert kept() is None
+    finally:
+        gc.enable()
