@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec, Value
-from spmd_core.ops import stacks
-from spmd_core.ops.stacks import STACK as STACK
-from spmd_core.ops.stacks import UNSTACK as UNSTACK
+from spmd_core.ops.kernels import stacks
+from spmd_core.ops.kernels.stacks import STACK as STACK
+from spmd_core.ops.kernels.stacks import UNSTACK as UNSTACK
 from spmd_core.sharding.sharding import Sharding
 
 
