@@ -1,5 +1,6 @@
 """Stacks among a program's inputs and results: what lies in one array, and when."""
 
+import copy
 import gc
 import weakref
 
@@ -232,3 +233,95 @@ def test_a_scan_keeps_nothing_once_it_is_over():
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_the_state_of_a_loaded_optimizer_is_stacked():
+    eager, model = _models(6)
+    make = OPTIMIZERS["fused"]
+    first = [make(m.parameters()) for m in (eager, model)]
+    for seed in range(2):
+        for m, optimizer in zip((eager, model), first):
+            _step(m, optimizer, seed)
+    second = [make(m.parameters()) for m in (eager, model)]
+    for before, after in zip(first, second):
+        after.load_state_dict(before.state_dict())
+    for seed in range(2, 4):
+        losses = [_step(m, o, seed) for m, o in zip((eager, model), second)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    states = [second[1].state[layer.weight] for layer in model.layers]
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert _are_rows([state[key] for state in states])
+
+
+def test_gradients_that_live_on_lie_stacked():
+    eager, model = _models(6)
+    for seed in range(3):
+        for m in (eager, model):
+            torch.manual_seed(seed)
+            m(torch.randn(4, 6).to(m.head.weight.device)).square().sum().backward()
+        spmd.sync()
+        assert _are_rows([layer.weight.grad for layer in model.layers])
+        for own, other in zip(model.parameters(), eager.parameters()):
+            torch.testing.assert_close(own.grad.cpu(), other.grad)
+    model.layers[1].weight.grad = None  # one that leaves
+    model.layers[0].weight.grad.zero_()
+    model(torch.ones(4, 6, device="xla")).sum().backward()
+    assert model.layers[1].weight.grad.isfinite().all()
+
+
+def test_a_captured_step_threads_stacks_through():
+    losses = {}
+    for capture in (False, True):
+        _, model = _models(6)
+        optimizer = OPTIMIZERS["fused"](model.parameters())
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        compiled = spmd.compile(step, capture=capture)
+        found = losses[capture] = []
+        for seed in range(7):
+            torch.manual_seed(seed)
+            if seed == 4:  # one row leaves its stack between two calls
+                with torch.no_grad():
+                    model.layers[1].weight.mul_(0.5)
+            found.append(compiled(torch.randn(5, 6, device="xla")).item())
+        if capture:
+            assert compiled.replayed >= 3
+        assert _are_rows([layer.weight for layer in model.layers])
+    assert losses[True] == losses[False]
+
+
+def test_copies_of_a_model_and_averages_lie_stacked_of_their_own():
+    eager, model = _models(6)
+    copied = copy.deepcopy(model)
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    averages = [
+        torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=average) for m in (eager, model)
+    ]
+    optimizers = [OPTIMIZERS["foreach"](m.parameters()) for m in (eager, model)]
+    for seed in range(3):
+        for m, optimizer, averaged in zip((eager, model), optimizers, averages):
+            _step(m, optimizer, seed)
+            averaged.update_parameters(m)
+        spmd.sync()
+    assert _are_rows([layer.weight for layer in averages[1].module.layers])
+    for own, other in zip(averages[1].parameters(), averages[0].parameters()):
+        torch.testing.assert_close(own.cpu(), other.detach())
+    first = _models(6)[0]
+    for own, other in zip(copied.parameters(), first.parameters()):
+        assert torch.equal(own.detach().cpu(), other.detach())
+
+
+def test_a_new_stack_of_parameters_that_stay_is_not_donated():
+    eager, model = _models(6)
+    for seed in range(2):  # the gradients have the layout of the parameters, which nothing updates
+        model.zero_grad()
+        model(torch.full((4, 6), seed + 1.0, device="xla")).square().sum().backward()
+        spmd.sync()
+        for own, other in zip(model.parameters(), eager.parameters()):
+            assert torch.equal(own.detach().cpu(), other.detach())

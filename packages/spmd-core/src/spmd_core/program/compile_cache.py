@@ -92,6 +92,11 @@ def cached(key: Key) -> Program | None:
     return program
 
 
+def has(key: Key) -> bool:
+    """Whether the key's program is in the cache. Counts as no use of it."""
+    return key in _programs
+
+
 def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program:
     """The key's program; on a miss it is built from the graph, under this name.
 

@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from spmd_core.program import compile_cache, initial_state, stacked_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
-from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of
+from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
@@ -98,6 +98,7 @@ def plan(
     donates: bool = True,
     is_captured: bool = False,
     returned: Collection[Storage] = (),
+    groups: Sequence[Sequence[Value]] = (),
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -109,24 +110,29 @@ def plan(
         is_captured: whether the program may run again on the same constants, which are then not
             donated. It does not name the lines of its operations, which are recorded for errors.
         returned: storages of which each run makes new ones: no state, even if they begin here.
+        groups: leaves that may become the rows of stacks (`stacked_state.find`).
     """
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
+    given = live
     live = sorted(live, key=_position)
     nodes, leaves = collect(live)
     elsewhere = pending_elsewhere()
     if elsewhere:
-        given, needed = set(live), set(nodes)
-        elsewhere = [s for s in elsewhere if s not in given]
+        mine, needed = set(live), set(nodes)
+        elsewhere = [s for s in elsewhere if s not in mine]
         live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
         elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
     state = initial_state.find_state(live, nodes, returned)
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
-    stacked = stacked_state.find(live, nodes, leaves, state)
+    stacked = stacked_state.find(
+        live, nodes, leaves, state, groups, stacks_new_results=not is_captured
+    )
+    before_stacks = live, nodes
     rows: dict[Value, int] = {}
-    if stacked.rows:
+    if stacked.rows or stacked.results:
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
@@ -158,7 +164,7 @@ def plan(
     before = [
         s.committed or state.first.get(s)
         if s.__class__ is not StackStorage
-        else stacked.results[s].value
+        else stacked.value_before(s)
         for s in live
     ]
     out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
@@ -189,6 +195,17 @@ def plan(
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )
+    if stacked.rows and not groups and not compile_cache.has(key):
+        more = stacked_state.more_groups(*before_stacks, stacked)
+        if more:
+            return plan(
+                given,
+                label=label,
+                donates=donates,
+                is_captured=is_captured,
+                returned=returned,
+                groups=more,
+            )
     return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
 
 
@@ -313,6 +330,8 @@ def _output_placement(
             if before.placement.sharding is None
             else None
         )
+    if isinstance(storage, StackStorage):  # no device may split the first dim
+        return Placement.of(replicated(device_ids), None)
     return None
 
 
@@ -356,8 +375,9 @@ def _donated(
     if stacked.rows:
         kept = {*kept, *map(stacked.stack_of, kept)}
         kept |= {x.data.stack.value for x in kept if x.data.__class__ is Row}
-        kept |= {stack.value for stack, _ in stacked.rows.values() if stack.is_held}
-        owner_of = {stack.value: result for result, stack in stacked.results.items()}
+        kept |= stacked.held()
+        replaced = stacked.results.items()
+        owner_of = {stack.value: result for result, stack in replaced if stack is not None}
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):

@@ -7,7 +7,7 @@ new values for all rows of a stack returns them as one stack, which takes over t
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,11 +32,8 @@ from spmd_core.graph.values import OpResult, Spec, Value
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import convert, marked_placement, move, row_placement, stack_placement
 from spmd_core.program.program_graph import stored_shape
+from spmd_core.program.stacked_groups import Candidate, groups_along
 from spmd_core.runtime import buffers
-
-# How many operations an operand is followed back to the row that it comes from, as a gradient is
-# marked, clipped and cast; and how many updates of state are looked at.
-_MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,13 @@ class StackedState:
         rows: for each leaf that is a row, its stack and its index.
         new: the stacks that are made before the program starts, each with the leaves that become
             its rows.
-        results: what receives the results that are stacks, each with the stack that it replaces.
+        results: what receives the results that are stacks, each with the stack that it replaces;
+            None for a new one.
     """
 
     rows: Mapping[Value, tuple[Stack, int]] = field(default_factory=dict)
     new: Mapping[Stack, Sequence[Value]] = field(default_factory=dict)
-    results: Mapping[StackStorage, Stack] = field(default_factory=dict)
+    results: Mapping[StackStorage, Stack | None] = field(default_factory=dict)
 
     @property
     def sources(self) -> list[Value]:
@@ -69,13 +67,34 @@ class StackedState:
                 found[stack] = Value(entry, (stack.value,), ())
         return found
 
+    def held(self) -> set[Value]:
+        """The stacks with a row that is still the value of its storage."""
+        found = {stack.value for stack, _ in self.rows.values() if stack.is_held}
+        for leaf, (stack, _) in self.rows.items():  # those of new stacks are no rows yet
+            owner = None if leaf.owner is None else leaf.owner()
+            if owner is not None and owner.value is leaf:
+                found.add(stack.value)
+        return found
+
+    def value_before(self, result: Storage) -> Value | None:
+        """The stack that a result replaces, as a leaf; None for a new one."""
+        assert isinstance(result, StackStorage)
+        stack = self.results[result]
+        return None if stack is None else stack.value
+
     def stack_of(self, leaf: Value) -> Value:
         """The stack of a leaf that is a row; another leaf itself."""
         return self.rows[leaf][0].value if leaf in self.rows else leaf
 
 
 def find(
-    live: Sequence[Storage], nodes: Sequence[Value], leaves: Sequence[Value], state: State
+    live: Sequence[Storage],
+    nodes: Sequence[Value],
+    leaves: Sequence[Value],
+    state: State,
+    groups: Sequence[Sequence[Value]] = (),
+    *,
+    stacks_new_results: bool = True,
 ) -> StackedState:
     """Finds the stacks of a cut. Changes nothing but the leaves of `state`, which may become rows.
 
@@ -84,6 +103,9 @@ def find(
         nodes: the operations that they need.
         leaves: what these read.
         state: what begins in the cut.
+        groups: leaves that may become the rows of stacks, besides those for which a stack operation
+            asks.
+        stacks_new_results: whether results that replace nothing may be stacks.
     """
     if not any_made():
         return StackedState()
@@ -92,22 +114,99 @@ def find(
         if leaf.data.__class__ is Row:
             rows[leaf] = leaf.data.stack, leaf.data.index
     new: dict[Stack, Sequence[Value]] = {}
-    for node in nodes:
-        if node.entry.__class__ is StackEntry and _can_be_stacked(node.inputs, new):
-            stack = _stack(node.inputs, None)
-            new[stack] = node.inputs
-            rows |= {leaf: (stack, i) for i, leaf in enumerate(node.inputs)}
-    if not rows:
-        return StackedState()
-    if state.inputs:
+    asked = (node.inputs for node in nodes if node.entry.__class__ is StackEntry)
+    for group in (*asked, *groups):
+        if _can_be_stacked(group, new):
+            stack = _stack(group, None)
+            new[stack] = group
+            rows |= {leaf: (stack, i) for i, leaf in enumerate(group)}
+    if rows and state.inputs:
         rows |= _begun(nodes, state, rows)
     before = {s: s.committed or state.first.get(s) for s in live}
-    results: dict[StackStorage, Stack] = {}
+    results: dict[StackStorage, Stack | None] = {}
     for stack in dict.fromkeys(stack for stack, _ in rows.values()):
         result = _result(stack, before, rows)
         if result is not None:
             results[result] = stack
+    if stacks_new_results:
+        results |= dict.fromkeys(_unstacked_results(s for s in live if before[s] is None))
     return StackedState(rows, new, results)
+
+
+def more_groups(
+    live: Sequence[Storage], nodes: Sequence[Value], stacked: StackedState
+) -> list[Sequence[Value]]:
+    """Leaves that are updated along with rows, as those of a loaded optimizer: they may be stacked.
+
+    This search goes over the whole cut, so it is for new programs; later cuts find rows.
+
+    Args:
+        live: the storages that the cut computes.
+        nodes: the operations that they need.
+        stacked: what `find` found.
+    """
+    candidates = []
+    for storage in live:
+        leaf = storage.committed
+        if leaf is not None and leaf.data is not None and leaf.data.__class__ is not Row:
+            form = (leaf.spec.logical, leaf.placement, storage.sharding)
+            candidates.append(Candidate(leaf, leaf, form))
+    found = groups_along(stacked.rows, nodes, candidates)
+    return [group.leaves for group in found if _can_be_stacked(group.leaves, {})]
+
+
+def _begun(
+    nodes: Sequence[Value], state: State, rows: Mapping[Value, tuple[Stack, int]]
+) -> dict[Value, tuple[Stack, int]]:
+    """Stacks the leaves of state that begins along with the rows of stacks.
+
+    Returns:
+        For each leaf that is a row now, its stack and its index.
+    """
+    candidates = {}
+    for value, leaf in state.inputs.items():
+        beginning: Beginning = leaf.data
+        number = None if beginning.number is None else repr(beginning.number.item())
+        form = (number, beginning.dtypes, leaf.spec.logical, leaf.placement)
+        candidates[leaf] = Candidate(value, leaf, form, beginning.source)
+    found: dict[Value, tuple[Stack, int]] = {}
+    for group in groups_along(rows, nodes, candidates.values()):
+        beginning = group.leaves[0].data
+        if beginning.source is not None:
+            beginning = replace(beginning, source=group.along.value)
+        stack = _stack(group.leaves, beginning)
+        for i, leaf in enumerate(group.leaves):
+            leaf.data = Row(stack, i)
+            found[leaf] = stack, i
+    return found
+
+
+def _unstacked_results(born: Iterable[Storage]) -> list[StackStorage]:
+    """What receives results that are all rows of a stack that the cut computes, such as gradients.
+
+    Args:
+        born: storages without an earlier value.
+    """
+    rows: dict[Value, dict[int, Storage]] = {}
+    for storage in born:
+        value = storage.value
+        if value.parent is None and value.entry is not None and value.entry.sharding is not None:
+            value = value.inputs[0]  # a gradient's mark
+        node = value.parent
+        if (
+            isinstance(value, OpResult)
+            and node is not None
+            and isinstance(node.entry, UnstackEntry)
+        ):
+            rows.setdefault(node, {})[value.index] = storage
+    found = []
+    for node, by_index in rows.items():
+        if len(by_index) == len(node.entry.outs):
+            storages = [by_index[i] for i in range(len(by_index))]
+            result = _stacked_result(storages, storages[0].spec.logical)
+            if result is not None:
+                found.append(result)
+    return found
 
 
 def _can_be_stacked(leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]]) -> bool:
@@ -162,15 +261,20 @@ def _result(
         value = None if storage is None else before.get(storage)
         if storage is None or value is None or rows.get(value, (None, 0)) != (stack, i):
             return None
-        if storage.spec.logical is not stack.row:
-            return None
         storages.append(storage)
+    if storages[0].sharding is None and stack.value.placement.sharding is not None:
+        return None
+    return _stacked_result(storages, stack.row)
+
+
+def _stacked_result(storages: Sequence[Storage], row: Spec) -> StackStorage | None:
+    """What receives the values of these storages as a stack; None if they differ in form."""
     sharding = storages[0].sharding
-    if any(s.sharding is not sharding for s in storages) or len({*storages}) < len(storages):
+    if any(s.sharding is not sharding or s.spec.logical is not row for s in storages):
         return None
-    if sharding is None and stack.value.placement.sharding is not None:
+    if len({*storages}) < len(storages):
         return None
-    node = Value(stack_entry(stack.row, len(storages)), [s.value for s in storages], ())
+    node = Value(stack_entry(row, len(storages)), [s.value for s in storages], ())
     return StackStorage.of(storages, node, None if sharding is None else stacked_sharding(sharding))
 
 
@@ -251,112 +355,3 @@ def _settle(
         for value in (whole, *rows):
             value.checked = checked
     return stack
-
-
-def _begun(
-    nodes: Sequence[Value], state: State, rows: Mapping[Value, tuple[Stack, int]]
-) -> dict[Value, tuple[Stack, int]]:
-    """Stacks the leaves of state that begins along with the rows of stacks.
-
-    Returns:
-        For each leaf that is a row now, its stack and its index.
-    """
-    readers: dict[Value, list[Value]] = {}
-    for node in nodes:
-        for x in node.inputs:
-            readers.setdefault(x, []).append(node)
-    groups: dict[Any, dict[int, Value]] = {}
-    sizes: dict[Any, int] = {}
-    for value, leaf in {leaf: (v, leaf) for v, leaf in state.inputs.items()}.values():
-        beginning: Beginning = leaf.data
-        along = _along(value, beginning, readers, rows)
-        if along is None:
-            continue
-        source, index, count, use = along
-        number = None if beginning.number is None else beginning.number.item()
-        form = (repr(number), beginning.dtypes, leaf.spec.logical, leaf.placement, use)
-        for repeated in range(len(state.inputs)):
-            key = (source, form, repeated)
-            group = groups.setdefault(key, {})
-            sizes[key] = count
-            if index not in group:
-                group[index] = leaf
-                break
-    found: dict[Value, tuple[Stack, int]] = {}
-    for key, group in groups.items():
-        if len(group) == sizes[key]:
-            leaves = [group[i] for i in range(len(group))]
-            beginning = leaves[0].data
-            if beginning.source is not None:
-                beginning = replace(beginning, source=key[0].value)
-            stack = _stack(leaves, beginning)
-            for i, leaf in enumerate(leaves):
-                leaf.data = Row(stack, i)
-                found[leaf] = stack, i
-    return found
-
-
-def _along(
-    value: Value,
-    beginning: Beginning,
-    readers: Mapping[Value, Sequence[Value]],
-    rows: Mapping[Value, tuple[Stack, int]],
-) -> tuple[Any, int, int, Any] | None:
-    """The row along with which state is updated or from which it is copied, if there is one.
-
-    Returns:
-        What the row belongs to; its index; the number of rows; and how the state is used.
-    """
-    if beginning.source is not None:
-        if beginning.source not in rows:
-            return None
-        stack, index = rows[beginning.source]
-        return stack, index, len(stack.owners), "copy"
-    uses: list[Any] = []
-    for _ in range(_MOST_STEPS):
-        update = None
-        for node in readers.get(value, ()):
-            place, partners = _partners(node, value)
-            uses.append((node.entry.name, place))
-            for other in partners:
-                row = _row(other, rows)
-                if row is not None:
-                    return *row, tuple(uses)
-            if node.entry.replaces and update is None:
-                update = node
-        if update is None or len(update.entry.outs) > 1:
-            return None
-        value = update
-    return None
-
-
-def _partners(node: Value, operand: Value) -> tuple[int, Sequence[Value]]:
-    """The position of an operand among the arguments, and the operands that belong to it.
-
-    An operation on lists, such as a fused optimizer's, goes over their tensors one by one.
-    """
-    position = list(node.inputs).index(operand)
-    lists = [a for a in (node.entry.arguments or {}).values() if isinstance(a, (list, tuple))]
-    lengths = [len(a) for a in lists if a and isinstance(a[0], Spec)]
-    if not lengths or lengths[0] < 2:
-        return position, [x for i, x in enumerate(node.inputs) if i != position]
-    place, index = divmod(position, lengths[0])
-    return place, node.inputs[index : lengths[0] * len(lengths) : lengths[0]]
-
-
-def _row(value: Value, rows: Mapping[Value, tuple[Stack, int]]) -> tuple[Any, int, int] | None:
-    """The row that a value is computed from; its stack, its index, and the number of rows."""
-    waiting, seen = [value], 0
-    while waiting and seen < _MOST_STEPS:
-        value = waiting.pop(0)
-        seen += 1
-        if value in rows:
-            stack, index = rows[value]
-            return stack, index, len(stack.owners)
-        if isinstance(value, OpResult) and value.parent is not None:
-            if isinstance(value.parent.entry, UnstackEntry):
-                return value.parent, value.index, len(value.parent.entry.outs)
-            waiting += value.parent.inputs
-        else:
-            waiting += value.inputs
-    return None

@@ -126,8 +126,14 @@ class Replay:
             for i in self._state_at
             if inputs[i].path in grads
         ]
-        self._argument_at = [(i, inputs[i].index) for i in at if inputs[i].kind is Kind.ARGUMENT]
         self._rows_at = {i: inputs[i].rows for i in at if inputs[i].kind is Kind.STACK}
+        rows = {storage for rows in self._rows_at.values() for storage in rows}
+        self._read_gradients += [
+            (self._reached.tensors[path], grad._handle.storage)
+            for path, grad in self._reached.grads.items()
+            if isinstance(grad, XLAShardedTensor) and grad._handle.storage in rows
+        ]
+        self._argument_at = [(i, inputs[i].index) for i in at if inputs[i].kind is Kind.ARGUMENT]
         self._constants = [(i, plan.leaves[i]) for i in at if inputs[i].kind is Kind.CONSTANT]
 
     def _bind_results(

@@ -1,0 +1,159 @@
+"""Finds tensors that are updated or copied along with the rows of a stack: they may be stacked.
+
+An optimizer updates the moments of a layer's parameter along with that parameter's gradient, which
+is a row of a stack. So the moments of all layers may be the rows of a stack of their own.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_core.graph.stacks import Stack, UnstackEntry
+from spmd_core.graph.values import OpResult, Spec, Value
+
+# How many operations an operand is followed back to the row that it comes from, as a gradient is
+# marked, clipped and cast; and how many updates of a tensor are looked at.
+_MOST_STEPS = 16
+
+# For each leaf that is a row, its stack and its index.
+Rows = Mapping[Value, tuple[Stack, int]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor that may be a row of a stack.
+
+    Attributes:
+        value: the value as operations read it.
+        leaf: the leaf that would become a row.
+        form: what it has in common with the other rows.
+        source: the leaf of which it is a copy; None for none.
+    """
+
+    value: Value
+    leaf: Value
+    form: Hashable
+    source: Value | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves, one for each row of a stack along which they lie.
+
+    Attributes:
+        leaves: in the order of the rows.
+        along: the stack, or the operation whose results are its rows.
+    """
+
+    leaves: Sequence[Value]
+    along: Any
+
+
+def groups_along(
+    rows: Rows, nodes: Sequence[Value], candidates: Iterable[Candidate]
+) -> list[Group]:
+    """The candidates that make up whole stacks.
+
+    Args:
+        rows: the rows that are known.
+        nodes: the operations of the cut.
+        candidates: the tensors that may lie along these rows.
+    """
+    readers: dict[Value, list[Value]] = {}
+    for node in nodes:
+        for x in node.inputs:
+            readers.setdefault(x, []).append(node)
+    found: dict[Hashable, dict[int, Value]] = {}
+    counts: dict[Hashable, tuple[Any, int]] = {}
+    for candidate in candidates:
+        place = _along(candidate, readers, rows)
+        if place is None:
+            continue
+        repeated = 0
+        key: Hashable = (place.along, place.use, candidate.form, repeated)
+        while place.index in found.get(key, ()):
+            repeated += 1
+            key = (place.along, place.use, candidate.form, repeated)
+        found.setdefault(key, {})[place.index] = candidate.leaf
+        counts[key] = place.along, place.count
+    return [
+        Group([group[i] for i in range(len(group))], counts[key][0])
+        for key, group in found.items()
+        if len(group) == counts[key][1]
+    ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Along which row a tensor lies.
+
+    Attributes:
+        along: the stack, or the operation whose results are its rows.
+        index: of the row.
+        count: the number of rows.
+        use: how the tensor is used along with it.
+    """
+
+    along: Any
+    index: int
+    count: int
+    use: Hashable = None
+
+
+def _along(
+    candidate: Candidate, readers: Mapping[Value, Sequence[Value]], rows: Rows
+) -> _Place | None:
+    """The row along with which a tensor is updated, or from which it is copied, if there is one."""
+    if candidate.source is not None:
+        if candidate.source not in rows:
+            return None
+        stack, index = rows[candidate.source]
+        return _Place(stack, index, len(stack.owners), "copy")
+    value, uses = candidate.value, []
+    for _ in range(_MOST_STEPS):
+        update = None
+        for node in readers.get(value, ()):
+            position, partners = _partners(node, value)
+            uses.append((node.entry.name, position))
+            for other in partners:
+                place = _place(other, rows)
+                if place is not None:
+                    return _Place(place.along, place.index, place.count, tuple(uses))
+            if node.entry.replaces and update is None:
+                update = node
+        if update is None or len(update.entry.outs) > 1:
+            return None
+        value = update
+    return None
+
+
+def _partners(node: Value, operand: Value) -> tuple[int, Sequence[Value]]:
+    """The position of an operand among the arguments, and the operands that belong to it.
+
+    An operation on lists, such as a fused optimizer's, goes over their tensors one by one.
+    """
+    position = list(node.inputs).index(operand)
+    lists = [a for a in (node.entry.arguments or {}).values() if isinstance(a, (list, tuple))]
+    lengths = [len(a) for a in lists if a and isinstance(a[0], Spec)]
+    if not lengths or lengths[0] < 2:
+        return position, [x for i, x in enumerate(node.inputs) if i != position]
+    place, index = divmod(position, lengths[0])
+    return place, node.inputs[index : lengths[0] * len(lengths) : lengths[0]]
+
+
+def _place(value: Value, rows: Rows) -> _Place | None:
+    """The row that a value is computed from."""
+    waiting, seen = [value], 0
+    while waiting and seen < _MOST_STEPS:
+        value = waiting.pop(0)
+        seen += 1
+        if value in rows:
+            stack, index = rows[value]
+            return _Place(stack, index, len(stack.owners))
+        if isinstance(value, OpResult) and value.parent is not None:
+            if isinstance(value.parent.entry, UnstackEntry):
+                return _Place(value.parent, value.index, len(value.parent.entry.outs))
+            waiting += value.parent.inputs
+        else:
+            waiting += value.inputs
+    return None
