@@ -1,7 +1,7 @@
 """Keys and values of all requests in flight: fixed slots on the device, written in place.
 
-Legend: S slots, L positions of a slot, K heads of keys and values, T tokens of a prompt's bucket,
-H size of a head.
+Legend: S slots, L positions of a slot, K heads of keys and values, P prompts that are computed
+together, T tokens of their bucket, H size of a head.
 """
 
 from typing import Any
@@ -53,9 +53,9 @@ class SlotCache:
         self.values = [zeros() for _ in range(config.num_hidden_layers)]
         self.num_slots, self.length = num_slots, length
 
-    def for_prompt(self, slot: torch.Tensor) -> Cache:
-        """What the model writes one prompt to: into `slot`, an int64 of shape (1,), from 0 on."""
-        return Cache(layers=[_PromptLayer(k, v, slot) for k, v in zip(self.keys, self.values)])
+    def for_prompts(self, slots_P: torch.Tensor) -> Cache:
+        """What the model writes prompts to: each into its slot, from 0 on."""
+        return Cache(layers=[_PromptLayer(k, v, slots_P) for k, v in zip(self.keys, self.values)])
 
     def for_tokens(self, positions_S: torch.Tensor) -> Cache:
         """What the model writes a token of each slot to: each at the slot's own position."""
@@ -90,19 +90,19 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _PromptLayer(_SlotLayer):
-    """Writes the keys and values of one prompt to a slot; attention is within the prompt."""
+    """Writes the keys and values of prompts to their slots; attention is within each prompt."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes (1, K, T, H) at the positions from 0 on, and returns it."""
-        (slot_1,) = self.where
+        """Writes (P, K, T, H) at the positions from 0 on, and returns it."""
+        (slots_P,) = self.where
         for all_SKLH, new in ((self.keys, key_states), (self.values, value_states)):
-            # The whole row: attention gives what the slot's last request left behind a weight of
+            # Whole rows: attention gives what the slot's last request left behind a weight of
             # zero, but zero times NaN is NaN.
             room = all_SKLH.shape[2] - new.shape[2]
-            row = torch.nn.functional.pad(new, (0, 0, 0, room)).to(all_SKLH.dtype)
-            all_SKLH.index_copy_(0, slot_1, row)
+            rows = torch.nn.functional.pad(new, (0, 0, 0, room)).to(all_SKLH.dtype)
+            all_SKLH.index_copy_(0, slots_P, rows)
         return key_states, value_states
 
 

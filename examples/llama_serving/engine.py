@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from examples.llama_serving.measures import Measures
-from examples.llama_serving.programs import Programs
+from examples.llama_serving.programs import Programs, Prompt
 from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
 from examples.llama_serving.text import Detokenizer, StopStrings
 
@@ -269,7 +269,8 @@ class Engine:
             return [], []
         self._drop_cancelled()
         steps: list[_Sent] = []
-        prompts = [self._send_prompt(slot, generation) for slot, generation in self._taken()]
+        groups = self._programs.sizes.together(self._taken(), lambda x: len(x[1].request.prompt))
+        prompts = [self._send_prompts(group) for group in groups]
         holders = {slot: held for slot, held in enumerate(self._slots) if held is not None}
         if holders:
             start_s = time.perf_counter()
@@ -292,26 +293,33 @@ class Engine:
         """The requests that get a free slot in this turn.
 
         Those in flight wait while prompts are computed, so that a turn takes no more tokens of
-        prompts than one request may have.
+        prompts, as they are padded, than one request may have.
         """
         taken: list[tuple[int, Generation]] = []
         room = self.max_length
         free = [slot for slot, held in enumerate(self._slots) if held is None]
         with self._changed:
-            while free and self._queue and len(self._queue[0].request.prompt) <= room:
+            while free and self._queue:
+                room -= self._programs.sizes.bucket(len(self._queue[0].request.prompt))
+                if room < 0:
+                    break
                 generation = self._queue.popleft()
-                room -= len(generation.request.prompt)
                 self._slots[free[0]] = generation
                 self._in_flight[generation] = None
                 taken.append((free.pop(0), generation))
         return taken
 
-    def _send_prompt(self, slot: int, generation: Generation) -> _Sent:
+    def _send_prompts(self, group: Sequence[tuple[int, Generation]]) -> _Sent:
         start_s = time.perf_counter()
-        request = generation.request
-        first = self._programs.prefill(slot, request.prompt, request.options)
-        self._count_sent(slot, generation)
-        return _Sent(first, {0: generation}, start_s, is_decode=False)
+        prompts = [
+            Prompt(slot, generation.request.prompt, generation.request.options)
+            for slot, generation in group
+        ]
+        first = self._programs.prefill(prompts)
+        for slot, generation in group:
+            self._count_sent(slot, generation)
+        holders = {i: generation for i, (_, generation) in enumerate(group)}
+        return _Sent(first, holders, start_s, is_decode=False)
 
     def _count_sent(self, slot: int, generation: Generation) -> None:
         """Frees the slot if the token that was sent is the last one, which is known before it."""

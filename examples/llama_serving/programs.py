@@ -1,26 +1,46 @@
-"""The programs on the device: one for a prompt of each bucket's size, one for a token of all slots.
+"""The programs on the device: some for prompts of each bucket, one for a token of all slots.
 
-Legend: S slots, L positions of a slot, T tokens of a prompt's bucket.
+Legend: S slots, L positions of a slot, P prompts that are computed together, T tokens of their
+bucket, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
+from examples.llama_serving.batching import PromptSizes
 from examples.llama_serving.cache import SlotCache
 from examples.llama_serving.sampling import SamplingOptions, next_tokens
 
-SMALLEST_BUCKET = 32
+# A step is captured once two calls agree. In the very first one, the state is data from the host,
+# and no program's result.
+_CALLS_TO_CAPTURE = 3
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's beginning.
+
+    Attributes:
+        slot: the number of the slot that it takes, over whatever was in it.
+        ids: 1 to `length` token ids.
+        options: how the tokens after it are chosen.
+    """
+
+    slot: int
+    ids: Sequence[int]
+    options: SamplingOptions = field(default_factory=SamplingOptions)
 
 
 class Programs:
     """Writes prompts into slots and continues all slots; the host reads nothing in between.
 
     What a slot needs for its next token is on the device: its last token, its position and its
-    options. So a step can be sent before the tokens of the last one are read.
+    options. So a step can be sent before the tokens of the last one are read. Steps are captured:
+    after the first calls, none costs the host more than starting its program.
 
     One thread at a time may use it.
 
@@ -32,7 +52,7 @@ class Programs:
         mesh: with the axis `tensor`; None for one device.
 
     Attributes:
-        buckets: the sizes that prompts are padded to, ascending; the last one is `length`.
+        sizes: which prompts are computed together.
     """
 
     def __init__(
@@ -40,7 +60,7 @@ class Programs:
     ) -> None:
         self._model, self._mesh = model, mesh
         self.num_slots, self.length = num_slots, length
-        self.buckets = tuple(_buckets(length))
+        self.sizes = PromptSizes(num_slots=num_slots, length=length)
         dtype = next(model.parameters()).dtype
         self._cache = SlotCache(
             model.config, num_slots=num_slots, length=length, dtype=dtype, mesh=mesh
@@ -57,45 +77,44 @@ class Programs:
         self._top_k, self._seeds = state(torch.int64), state(torch.int64)
         self._temperatures, self._top_p = state(torch.float32), state(torch.float32)
         spmd.sync()
-
-    def bucket(self, num_tokens: int) -> int:
-        """The size that a prompt is padded to."""
-        return next(size for size in self.buckets if size >= num_tokens)
+        self._captured_prefill = spmd.compile(self._prefill, name="prefill", capture=True)
+        self._captured_decode = spmd.compile(self._decode, name="decode", capture=True)
 
     def compile_all(self) -> Iterator[str]:
-        """Runs every program once, on no request's behalf, and names each before it does.
+        """Runs every program on no request's behalf, and names each before it compiles.
 
-        Waits for the device. No call after this one compiles.
+        Waits for the device. No call after this one compiles or records anything.
         """
-        for size in self.buckets:
-            yield f"prompts of up to {size} tokens"
-            self.prefill(0, [0] * size, SamplingOptions()).tolist()
+        for rows, bucket in self.sizes.all():
+            yield f"{rows} prompt{'s' * (rows > 1)} of up to {bucket} tokens"
+            for _ in range(_CALLS_TO_CAPTURE):
+                self.prefill([Prompt(0, [0] * bucket)] * rows).tolist()
         yield f"a token of {self.num_slots} slots"
-        self.decode().tolist()
-        # The state is now the result of a program, as in every later call, and no upload.
-        for size in self.buckets:
-            self.prefill(0, [0] * size, SamplingOptions()).tolist()
-        self.decode().tolist()
+        for _ in range(_CALLS_TO_CAPTURE):
+            self.decode().tolist()
 
     @torch.no_grad()
-    def prefill(self, slot: int, prompt: Sequence[int], options: SamplingOptions) -> torch.Tensor:
-        """Starts a request in a slot, over whatever was in it; does not wait.
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """Starts requests in slots; does not wait.
 
         Args:
-            slot: the slot's number.
-            prompt: 1 to `length` token ids.
-            options: of the request.
+            prompts: of one bucket, and at most as many as are computed together (`sizes`).
 
         Returns:
-            The first token after the prompt: int64 of shape (1,). Reading it waits.
+            The first token after each prompt: int64 of shape (P,), with P at least their number;
+            the others mean nothing. Reading it waits.
         """
-        ids = torch.tensor(prompt)
-        padded_1T = nn.functional.pad(ids, (0, self.bucket(len(ids)) - len(ids)))[None]
-        whole = torch.tensor([slot, len(ids), options.top_k, options.seed])
-        real = torch.tensor([options.temperature, options.top_p])
-        inputs = padded_1T.to("xla"), whole.to("xla"), real.to("xla")
-        with spmd.compile(full_graph=True, name="prefill"):
-            return self._prefill(*inputs)
+        bucket = self.sizes.bucket(max(len(prompt.ids) for prompt in prompts))
+        rows = next(rows for rows in self.sizes.rows(bucket) if rows >= len(prompts))
+        # Rows that are left write once more what the first prompt writes.
+        all_P = [*prompts, *[prompts[0]] * (rows - len(prompts))]
+        ids_PT = torch.tensor([[*p.ids, *[0] * (bucket - len(p.ids))] for p in all_P])
+        whole_P4 = [(p.slot, len(p.ids), p.options.top_k, p.options.seed) for p in all_P]
+        real_P2 = [(p.options.temperature, p.options.top_p) for p in all_P]
+        tokens_P: torch.Tensor = self._captured_prefill(
+            ids_PT, torch.tensor(whole_P4), torch.tensor(real_P2)
+        )
+        return tokens_P
 
     @torch.no_grad()
     def decode(self) -> torch.Tensor:
@@ -104,37 +123,36 @@ class Programs:
         Returns:
             The tokens: int64 of shape (S,). Reading them waits.
         """
-        with spmd.compile(full_graph=True, name="decode"):
-            return self._decode()
-
-    # In functions of their own: what a local variable holds when a region ends is a result of the
-    # program, such as the logits.
+        tokens_S: torch.Tensor = self._captured_decode()
+        return tokens_S
 
     def _prefill(
-        self, ids_1T: torch.Tensor, whole: torch.Tensor, real: torch.Tensor
+        self, ids_PT: torch.Tensor, whole_P4: torch.Tensor, real_P2: torch.Tensor
     ) -> torch.Tensor:
-        slot, length, top_k, seed = whole.split(1)
-        temperature, top_p = real.split(1)
-        output = self._model(
-            ids_1T,
-            position_ids=torch.arange(ids_1T.shape[1], device="xla")[None],
-            past_key_values=self._cache.for_prompt(slot),
+        slots_P, lengths_P, top_k_P, seeds_P = whole_P4.unbind(1)
+        temperatures_P, top_p_P = real_P2.unbind(1)
+        num_prompts, num_tokens = ids_PT.shape
+        output = self._model.model(
+            ids_PT,
+            position_ids=torch.arange(num_tokens, device="xla")[None],
+            past_key_values=self._cache.for_prompts(slots_P),
             use_cache=True,
-            logits_to_keep=length - 1,
         )
-        logits_1V = self._gathered(output.logits[:, 0])
-        first = next_tokens(logits_1V, temperature, top_k, top_p, seed, length)
-        for state, value in (
-            (self._tokens, first),
+        prompts_P = torch.arange(num_prompts, device="xla")
+        last_PD = output.last_hidden_state[prompts_P, lengths_P - 1]
+        logits_PV = self._gathered(self._model.lm_head(last_PD))
+        first_P = next_tokens(logits_PV, temperatures_P, top_k_P, top_p_P, seeds_P, lengths_P)
+        for state_S, value_P in (
+            (self._tokens, first_P),
             # A prompt that fills its slot has ended, and stays in its row.
-            (self._positions, length.clamp(max=self.length - 1)),
-            (self._top_k, top_k),
-            (self._seeds, seed),
-            (self._temperatures, temperature),
-            (self._top_p, top_p),
+            (self._positions, lengths_P.clamp(max=self.length - 1)),
+            (self._top_k, top_k_P),
+            (self._seeds, seeds_P),
+            (self._temperatures, temperatures_P),
+            (self._top_p, top_p_P),
         ):
-            state.index_copy_(0, slot, value)
-        return first.clone()
+            state_S.index_copy_(0, slots_P, value_P)
+        return first_P.clone()
 
     def _decode(self) -> torch.Tensor:
         at_S1 = self._positions[:, None]
@@ -165,11 +183,3 @@ class Programs:
         if self._mesh is None:
             return logits_SV
         return spmd.mark_sharding(logits_SV, self._mesh, (None, None))
-
-
-def _buckets(length: int) -> Iterator[int]:
-    size = SMALLEST_BUCKET
-    while size < length:
-        yield size
-        size *= 2
-    yield length

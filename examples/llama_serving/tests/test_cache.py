@@ -23,13 +23,13 @@ def test_what_is_written_where(num_devices: int) -> None:
     wanted = [torch.ones(3, 8, 5, 4), torch.full((3, 8, 5, 4), 2.0)]
     cache.keys[1].fill_(1)
     cache.values[1].fill_(2)
-    prompt = [torch.randn(1, 8, 2, 4) for _ in wanted]
-    given = cache.for_prompt(torch.tensor([2]).to("xla")).update(
-        *(t.to("xla") for t in prompt), layer_idx=1
+    prompts = [torch.randn(2, 8, 2, 4) for _ in wanted]
+    given = cache.for_prompts(torch.tensor([2, 0]).to("xla")).update(
+        *(t.to("xla") for t in prompts), layer_idx=1
     )
-    for t, new, got in zip(wanted, prompt, given):
-        t[2] = 0
-        t[2, :, :2] = new[0]
+    for t, new, got in zip(wanted, prompts, given):
+        t[[2, 0]] = 0
+        t[[2, 0], :, :2] = new
         assert torch.equal(got.cpu(), new)
     token = [torch.randn(3, 8, 1, 4) for _ in wanted]
     positions = torch.tensor([4, 0, 2])

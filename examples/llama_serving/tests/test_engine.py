@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
+from examples.llama_serving.batching import PromptSizes
 from examples.llama_serving.engine import (
     Engine,
     EngineFailedError,
@@ -26,6 +27,7 @@ from examples.llama_serving.engine import (
     RequestFailedError,
 )
 from examples.llama_serving.measures import OUTCOMES, Measures
+from examples.llama_serving.programs import Prompt
 from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
 from examples.llama_serving.tests.tiny import (
     END,
@@ -54,6 +56,7 @@ class CountingPrograms:
     """
 
     num_slots, length = SLOTS, LENGTH
+    sizes = PromptSizes(num_slots=SLOTS, length=LENGTH)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -62,10 +65,12 @@ class CountingPrograms:
         self.fails: Exception | None = None
         self._last = [0] * SLOTS
 
-    def prefill(self, slot: int, prompt: Sequence[int], options: SamplingOptions) -> torch.Tensor:
-        self._send(f"prompt {slot}")
-        self._last[slot] = NOT_FINITE if prompt[-1] == NO_NUMBER else prompt[-1] + 1
-        return torch.tensor([self._last[slot]])
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        self._send("prompt " + " ".join(str(prompt.slot) for prompt in prompts))
+        for prompt in prompts:
+            last = prompt.ids[-1]
+            self._last[prompt.slot] = NOT_FINITE if last == NO_NUMBER else last + 1
+        return torch.tensor([self._last[prompt.slot] for prompt in prompts] + [0])
 
     def decode(self) -> torch.Tensor:
         self._send("decode")
@@ -203,9 +208,9 @@ def test_requests_share_steps_and_slots(
     for i, client in enumerate(clients):
         assert client.end() == Finished(FinishReason.LENGTH, 2 + i)
         assert client.text == letters(40 + i, 2 + i, tokenizer)
-    # Four prompts, then a slot is taken again as soon as its last token was sent.
-    assert counting.calls[:4] == [f"prompt {i}" for i in range(4)]
-    assert counting.calls[4:7] == ["decode", "prompt 0", "decode"]
+    # As many prompts as one may have tokens, all at once; then the others, while the first go on;
+    # then a slot is taken again as soon as its last token was sent.
+    assert counting.calls[:3] == ["prompt 0 1 2", "decode", "prompt 0 3"]
 
 
 def test_a_turn_takes_no_more_of_prompts_than_one_may_have(

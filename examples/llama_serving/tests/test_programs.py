@@ -9,18 +9,25 @@ import torch
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
-from examples.llama_serving.programs import Programs
+from examples.llama_serving.programs import Programs, Prompt
 from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
 from examples.llama_serving.tests.tiny import LENGTH, SLOTS, make_programs, save_tiny_model
 
 pytestmark = pytest.mark.one_device
-GREEDY = SamplingOptions()
 
 
 def prompt(length: int) -> list[int]:
     return torch.randint(
         2, 320, (length,), generator=torch.Generator().manual_seed(length)
     ).tolist()
+
+
+def prefill(
+    programs: Programs, slot: int, ids: Sequence[int], options: SamplingOptions = SamplingOptions()
+) -> list[int]:
+    """The first token after one prompt."""
+    tokens: list[int] = programs.prefill([Prompt(slot, ids, options)]).tolist()
+    return tokens
 
 
 def check(programs: Programs, expected: Callable[[Sequence[int], int], list[int]]) -> None:
@@ -33,7 +40,7 @@ def check(programs: Programs, expected: Callable[[Sequence[int], int], list[int]
     for step in range(14):
         for length, (joins, slot) in schedule.items():
             if joins == step:
-                found[length] = programs.prefill(slot, prompt(length), GREEDY).tolist()
+                found[length] = prefill(programs, slot, prompt(length))
                 length_in[slot] = length
         tokens = programs.decode().tolist()
         for slot, length in length_in.items():
@@ -83,13 +90,13 @@ def test_a_slot_is_filled_to_its_end(
     programs: Programs, expected: Callable[[Sequence[int], int], list[int]]
 ) -> None:
     ids = prompt(LENGTH - 4)
-    found = programs.prefill(3, ids, GREEDY).tolist()
+    found = prefill(programs, 3, ids)
     found += [programs.decode().tolist()[3] for _ in range(3)]
     assert found == expected(ids, 4)
     for _ in range(3):  # a step or two beyond, until the host has noticed
         programs.decode()
     full = prompt(LENGTH)
-    assert programs.prefill(3, full, GREEDY).tolist() == expected(full, 1)
+    assert prefill(programs, 3, full) == expected(full, 1)
 
 
 def test_nothing_of_a_slots_last_request_is_left(
@@ -99,13 +106,13 @@ def test_nothing_of_a_slots_last_request_is_left(
         for values in programs._cache.values:
             values.fill_(float("nan"))
     ids = prompt(5)
-    found = programs.prefill(1, ids, GREEDY).tolist()
+    found = prefill(programs, 1, ids)
     rest = [programs.decode().tolist() for _ in range(3)]
     assert found + [tokens[1] for tokens in rest] == expected(ids, 4)
     # The other slots have NaNs in what they attend to, and say so.
     assert rest[0][0] == NOT_FINITE
     for slot in range(SLOTS):
-        programs.prefill(slot, ids, GREEDY)
+        prefill(programs, slot, ids)
 
 
 def test_a_request_draws_the_same_in_any_company(programs: Programs) -> None:
@@ -113,12 +120,28 @@ def test_a_request_draws_the_same_in_any_company(programs: Programs) -> None:
 
     def tokens(slot: int, seed: int = 2**40 + 1) -> list[int]:
         options = SamplingOptions(temperature=1.5, top_k=50, top_p=0.95, seed=seed)
-        first = programs.prefill(slot, ids, options).tolist()
+        first = prefill(programs, slot, ids, options)
         return first + [programs.decode().tolist()[slot] for _ in range(8)]
 
-    programs.prefill(0, prompt(3), GREEDY)
+    prefill(programs, 0, prompt(3))
     found = tokens(2)
     for slot in range(SLOTS):
-        programs.prefill(slot, prompt(40), SamplingOptions(temperature=0.5, seed=slot))
+        prefill(programs, slot, prompt(40), SamplingOptions(temperature=0.5, seed=slot))
     assert tokens(1) == found
     assert tokens(1, seed=2**41 + 1) != found
+
+
+def test_prompts_that_are_computed_together(
+    programs: Programs, expected: Callable[[Sequence[int], int], list[int]]
+) -> None:
+    compiles = spmd.metrics.counter("compiles")
+    for lengths in ((5, 32, 1), (9, 20), (40,)):
+        slots = range(len(lengths), 0, -1)
+        group = [Prompt(slot, prompt(n)) for slot, n in zip(slots, lengths)]
+        found = [[token] for token in programs.prefill(group).tolist()[: len(group)]]
+        for _ in range(3):
+            tokens = programs.decode().tolist()
+            for p, text in zip(group, found):
+                text.append(tokens[p.slot])
+        assert found == [expected(p.ids, 4) for p in group]
+    assert spmd.metrics.counter("compiles") == compiles

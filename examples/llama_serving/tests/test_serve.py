@@ -174,8 +174,9 @@ def test_a_server_runs_until_it_is_told_to_end(
 def check_answers(said: list[str]) -> None:
     """Checks what a server prints until it serves, and that it answers."""
     assert [line for line in said if "compiling" in line] == [
-        "compiling: prompts of up to 32 tokens\n",
-        "compiling: prompts of up to 64 tokens\n",
+        "compiling: 1 prompt of up to 32 tokens\n",
+        "compiling: 2 prompts of up to 32 tokens\n",
+        "compiling: 1 prompt of up to 64 tokens\n",
         "compiling: a token of 16 slots\n",
     ]
     (url,) = re.findall(r"^serving little at (http://127.0.0.1:\d+); Ctrl-C", said[-1])

@@ -69,7 +69,11 @@ def make_programs(folder: Path) -> Programs:
     mesh = tensor_mesh(spmd.global_runtime_device_count())
     model = load_model(folder, read_config(folder), dtype=torch.float32, mesh=mesh)
     programs = Programs(model, num_slots=SLOTS, length=LENGTH, mesh=mesh)
-    assert len(list(programs.compile_all())) == len(programs.buckets) + 1
+    assert len(list(programs.compile_all())) == len(programs.sizes.all()) + 1
+    steps: list[Any] = [programs._captured_prefill, programs._captured_decode]
+    recorded = [step.recorded for step in steps]
+    list(programs.compile_all())
+    assert [step.recorded for step in steps] == recorded, [step.reason for step in steps]
     return programs
 
 

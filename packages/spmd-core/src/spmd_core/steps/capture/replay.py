@@ -102,6 +102,7 @@ class Replay:
         arguments: Sequence[XLAShardedTensor],
     ) -> None:
         self._key, self._program, self._targets = plan.key, program, plan.targets
+        self._donated_bytes = sum(plan.leaves[i].spec.num_bytes for i in plan.key.donated)
         self._lines = [line_of(plan.nodes[check.position]) for check in program.index_checks]
         self._numbers, self._generators, self._reached = numbers, generators, reached
         self._classes = [kind_of(numbers.values[x.position]) for x in numbers.live]
@@ -286,7 +287,10 @@ class Replay:
         scalars = start.by_kind(numbers)
         if config.compare_processes_every_s is not None:
             fingerprint.note(self._key, self._program, scalars)
-        return start.start(self._program, leaves, arrays, scalars, self._lines)
+        results = start.start(self._program, leaves, arrays, scalars, self._lines)
+        if self._donated_bytes:
+            counters.count("donated_bytes", self._donated_bytes)
+        return results
 
     def _store(self, arguments: Sequence[XLAShardedTensor], results: list[Any]) -> None:
         """Gives the storages their new values."""
