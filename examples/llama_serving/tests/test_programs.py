@@ -14,6 +14,7 @@ from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
 from examples.llama_serving.tests.tiny import LENGTH, SLOTS, make_programs, save_tiny_model
 
 pytestmark = pytest.mark.one_device
+GREEDY = SamplingOptions()
 
 
 def prompt(length: int) -> list[int]:
@@ -23,7 +24,7 @@ def prompt(length: int) -> list[int]:
 
 
 def prefill(
-    programs: Programs, slot: int, ids: Sequence[int], options: SamplingOptions = SamplingOptions()
+    programs: Programs, slot: int, ids: Sequence[int], options: SamplingOptions = GREEDY
 ) -> list[int]:
     """The first token after one prompt."""
     tokens: list[int] = programs.prefill([Prompt(slot, ids, options)]).tolist()
