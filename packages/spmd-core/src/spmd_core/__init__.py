@@ -22,6 +22,7 @@ from spmd_core import (
 from spmd_core import former_names as _former_names
 from spmd_core.config import config, strict
 from spmd_core.control_flow import torch_functions as _torch_functions
+from spmd_core.control_flow.scans import scan
 from spmd_core.dispatch.eager import eager_mode
 from spmd_core.dynamo import registration as _dynamo
 from spmd_core.manual.shard_map import shard_map
@@ -39,6 +40,7 @@ from spmd_core.modules.linear_cross_entropy import linear_cross_entropy
 from spmd_core.modules.offloading import save_on_host
 from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
+from spmd_core.modules.scan_layers import scan_layers
 from spmd_core.planner.plan import is_planning, plan
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
@@ -50,7 +52,7 @@ from spmd_core.runtime.devices import (
     use_spmd,
 )
 from spmd_core.runtime.hybrid_mesh import HybridMesh
-from spmd_core.runtime.startup import device_type, initialize_cache
+from spmd_core.runtime.startup import device_type
 from spmd_core.sharding.mesh import (
     Mesh,
     _rebuild_mesh,
@@ -60,8 +62,7 @@ from spmd_core.sharding.mesh import (
 from spmd_core.sharding.mesh_text import parse_mesh
 from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
 from spmd_core.steps.closures import add_step_closure, wait_for_closures
-from spmd_core.steps.compile import allow_execution, compile, step
-from spmd_core.steps.loop import wait_device_ops
+from spmd_core.steps.compile import compile, step
 from spmd_core.steps.structures import save, send_to_device, to_cpu
 from spmd_core.steps.weight_saving import save_safetensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, _rebuild_parameter
@@ -91,7 +92,6 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "device_type",
     "global_runtime_device_count",
     "device_attributes",
-    "initialize_cache",
     # Meshes
     "Mesh",
     "HybridMesh",
@@ -113,16 +113,16 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "roll_back",
     "step",
     "compile",
-    "allow_execution",
     "add_step_closure",
     "wait_for_closures",
-    "wait_device_ops",
     "eager_mode",
     # Modules, and functions of them
     "fully_shard",
     "pipeline",
     "pipeline_loss",
     "Pipeline",
+    "scan_layers",
+    "scan",
     "context_parallel",
     "document_attention",
     "linear_cross_entropy",

@@ -84,7 +84,7 @@ _IN_PUBLIC_MODULES = {
     ),
     "debugging": (
         *("profiler", "verify", "visualize_sharding", "visualize_tensor_sharding"),
-        *("versions", "Versions"),
+        *("versions", "Versions", "allow_execution"),
     ),
 }
 
@@ -92,11 +92,11 @@ _IN_PUBLIC_MODULES = {
 # is private here. For each torch_xla's module: our modules, and the names.
 _IN_TORCH_XLA: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_xla.core.xla_model": {
-        "steps.loop": ("optimizer_step", "unlazy", "RateTracker"),
+        "steps.loop": ("optimizer_step", "unlazy", "RateTracker", "wait_device_ops"),
         "modules.barrier": ("optimization_barrier_",),
     },
     "torch_xla.runtime": {
-        "runtime.startup": ("set_device_type",),
+        "runtime.startup": ("set_device_type", "initialize_cache"),
         "runtime.processes": ("host_index", "get_master_ip", "is_bf16_supported"),
     },
     "torch_xla": {"runtime.processes": ("real_devices",)},

@@ -297,6 +297,6 @@ def test_the_folder_is_chosen_before_the_first_program(tmp_path):
     torch.ones(2, device="xla").tolist()
     with pytest.raises(
         spmd.errors.SpmdError,
-        match=r"a program has run and spmd\.initialize_cache\(.*\) came later. Call it at the top",
+        match=r"a program has run and initialize_cache\(.*\) came later. Call it at the top",
     ):
         startup.initialize_cache(tmp_path)

@@ -230,23 +230,3 @@ def test_a_function_that_calls_itself():
         descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4]
         and cut_guard.this_thread.cut_guard is None
     )
-
-
-def test_execution_can_be_forbidden():
-    x = torch.ones(3, device="xla") + 1
-    spmd.allow_execution(False)
-    try:
-        with pytest.raises(
-            spmd.errors.ProgramError,
-            match=r"after allow_execution\(False\) nothing is executed; "
-            r".*test_compile.py:\d+ needs a value",
-        ):
-            x.cpu()
-    finally:
-        spmd.allow_execution(True)
-    assert x.tolist() == [2.0, 2.0, 2.0]
-    with (
-        spmd.compile(),
-        pytest.raises(spmd.errors.SpmdError, match="a region says itself whether it may execute"),
-    ):
-        spmd.allow_execution(False)

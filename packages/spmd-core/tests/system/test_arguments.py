@@ -19,6 +19,7 @@ from spmd_core import debugging, metrics
 from spmd_core.debugging import profiler
 from spmd_core.modules import barrier, einsum_linear
 from spmd_core.modules.wrap_policies import size_based_auto_wrap_policy
+from spmd_core.runtime import startup
 from spmd_core.runtime.processes import get_1d_mesh
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.torch_backend import random_state
@@ -68,6 +69,10 @@ ARGUMENTS = {
     "padded_shape": (lambda n: _sharding().padded_shape((2, n)), True),
     "shard_shape": (lambda n: _sharding().shard_shape((n, 2)), True),
     "indices": (lambda n: _sharding().indices((n, 2)), True),
+    "length": (
+        lambda n: spmd.scan(lambda x, _: (x, None), torch.ones(2, device="xla"), length=n),
+        True,
+    ),
     "parse_mesh: num_devices": (lambda n: spmd.parse_mesh("x=-1", n), False),
     "count: amount": (lambda n: metrics.count("uploads_of_this_test", n), True),
     "row_mask": (lambda n: spmd_data.ShardedSampler(8, batch_size=2).row_mask(0, n), True),
@@ -143,6 +148,7 @@ UNCHECKED = {
     "spmd_core.Pipeline.check_batch": (OWN, "rows"),
     "spmd_core.Pipeline.chunk": (OWN, "round"),
     "spmd_core.pipeline": (BY_HAND, "num_microbatches rounds"),
+    "spmd_core.scan": (BY_HAND, "length reverse"),
     "spmd_core.simulate": (BY_HAND, "num_devices"),
     "spmd_core.parse_mesh": (BY_HAND, "num_devices"),
     "spmd_core.ShardingSpec": (BY_HAND, "minibatch"),
@@ -469,7 +475,7 @@ def test_objects_that_hold_tensors_lines_and_records(tmp_path, monkeypatch):
             lambda v=value: profiler.Trace(v),
             lambda v=value: profiler.StepTrace(v),
             lambda v=value: profiler.trace_me(v),
-            lambda v=value: spmd.initialize_cache(v),
+            lambda v=value: startup.initialize_cache(v),
         ):
             with pytest.raises(TypeError, match=r" is of type str.*; got .*, of type .*\. Write "):
                 call()

@@ -426,7 +426,7 @@ def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> partition_spec.Partitio
 
 def _set_allow_execution(allow: bool) -> None:
     """Allows or forbids execution of programs; while forbidden, what would execute one raises."""
-    spmd.allow_execution(allow)
+    spmd.debugging.allow_execution(allow)
 
 
 def _get_xla_tensor_dimension_size(t: torch.Tensor, dim: int) -> torch.Tensor:

@@ -9,6 +9,7 @@
     debugging.visualize_sharding(s)    a table of which device holds which block
     with debugging.verify():           each program runs twice, partitioned and on one device
     debugging.profiler                 traces for TensorBoard and Perfetto
+    debugging.allow_execution(False)   an error where a program would run: finds reads of values
     debugging.versions()               the versions of torch, jax and libtpu, for a report
 
 Only `verify` runs a program.
@@ -19,6 +20,7 @@ from spmd_core.debugging import recompile_warnings as recompile_warnings
 from spmd_core.debugging.communication import Cause as Cause
 from spmd_core.debugging.communication import Collective as Collective
 from spmd_core.debugging.communication import Collectives as Collectives
+from spmd_core.debugging.execution import allow_execution as allow_execution
 from spmd_core.debugging.graph_difference import Change as Change
 from spmd_core.debugging.programs import collectives as collectives
 from spmd_core.debugging.programs import graph_hash as graph_hash

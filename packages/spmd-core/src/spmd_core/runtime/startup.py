@@ -341,7 +341,7 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
     if in_flight.programs.has_started:
         raise SpmdError(
             "the folder of compiled programs is chosen before the first one is compiled; "
-            f"a program has run and spmd.initialize_cache({str(path)!r}) "
+            f"a program has run and initialize_cache({str(path)!r}) "
             "came later. Call it at the top of the program."
         )
     config.cache_dir = str(path)

@@ -1,0 +1,95 @@
+"""`stacked`: one tensor of the parameters of layers, whose gradient goes to each of them.
+
+It records `spmd::stack`, and its gradient `spmd::unstack`. What becomes of that, so that no step
+copies a parameter, is decided where a program is planned (`graph.stacks`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd_core.control_flow.operands import flatten
+from spmd_core.errors import WrapError
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.stacks import stack_entry, stacked_sharding, unstack_entry
+from spmd_core.graph.storage import Storage, read
+from spmd_core.graph.values import OpResult, Spec, Value
+from spmd_core.marks.marking import mark_sharding
+from spmd_core.recording.functions import inside
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+
+
+def stacked(tensors: Sequence[torch.Tensor], what: str = "a tensor of layers") -> XLAShardedTensor:
+    """A tensor of shape `(len(tensors), ...)` with the values of tensors, differentiable.
+
+    If the tensors have a sharding, the stack has it behind its first dim, which no device splits,
+    and so has its gradient. Does not wait.
+
+    Args:
+        tensors: at least one; of one shape and dtype, on device `xla`, the i-th of layer i.
+        what: the tensors, in errors.
+
+    Raises:
+        WrapError: their shardings differ.
+        DeviceMismatchError: a tensor on another device.
+        ControlFlowError: a tensor with a tangent, or of a transform of torch.func.
+    """
+    given = [inside(t) for t in flatten(list(tensors), what)[0]]
+    first = given[0].sharding
+    for index, tensor in enumerate(given):
+        if tensor.sharding != first:
+            raise WrapError(
+                f"layers that run as one loop are split over the devices alike; got {what} with "
+                f"{_marked(tensor)} in layer {index} and {_marked(given[0])} in layer 0. "
+                "Mark this tensor in all layers alike."
+            )
+    result: XLAShardedTensor = _Stack.apply(*given)
+    if first is not None:
+        sharding = stacked_sharding(first)
+        mark_sharding(result, sharding.mesh, sharding.partition_spec)
+    return result
+
+
+def _marked(tensor: XLAShardedTensor) -> str:
+    sharding = tensor.sharding
+    return "no mark" if sharding is None else f"the mark {sharding.partition_spec!r}"
+
+
+class _Stack(torch.autograd.Function):
+    """Tensors as one; the transpose: `_Unstack`."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: XLAShardedTensor) -> XLAShardedTensor:
+        ctx.shardings = [t._handle.sharding for t in tensors]
+        with lock:
+            entry = stack_entry(tensors[0]._handle.spec.logical, len(tensors))
+            value = Value(entry, tuple(read(t._handle) for t in tensors), ())
+            return wrap(Storage(value, entry.spec))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows = _Unstack.apply(grads[0])
+        for row, sharding in zip(rows, ctx.shardings):
+            row._handle.sharding = sharding
+        return rows
+
+
+class _Unstack(torch.autograd.Function):
+    """The rows of a tensor; the transpose: `_Stack`."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: XLAShardedTensor) -> tuple[XLAShardedTensor, ...]:
+        handle = stack._handle
+        ctx.sharding, count = handle.sharding, handle.spec.shape[0]
+        with lock:
+            entry = unstack_entry(Spec.contiguous(handle.spec.shape[1:], handle.spec.dtype), count)
+            node = Value(entry, (read(handle),), ())
+            rows = [OpResult(node, i) for i in range(count)] if count > 1 else [node]
+            return tuple(wrap(Storage(row, entry.spec)) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        result = _Stack.apply(*grads)
+        result._handle.sharding = ctx.sharding
+        return result

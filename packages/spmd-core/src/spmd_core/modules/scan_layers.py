@@ -1,0 +1,244 @@
+"""`scan_layers`: layers of one structure, called one after another, as one loop of the program."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from spmd_core.arguments import require_kind
+from spmd_core.control_flow.operands import flatten, require_like
+from spmd_core.modules.layer_loop import run_layers
+from spmd_core.modules.layer_stacks import stacked
+
+
+def scan_layers(
+    layers: Iterable[nn.Module], x: Any, /, *args: Any, per_layer: Any = None, **kwargs: Any
+) -> Any:
+    """Calls layers one after another, each with what the one before returned, as one loop.
+
+    The program has the operations of one layer, whatever their number, and so takes as long to
+    compile as one of a few layers. Computes what this does, gradients included:
+
+        for i, layer in enumerate(layers):
+            x = layer(x, *args, **kwargs)
+
+    Python calls the first layer, once or twice, on tensors without values, in which it finds the
+    parameters and buffers of each layer. Gradients go to each layer's own parameters; names,
+    optimizers and checkpoints know nothing of the loop. A mark that a parameter has in all layers
+    holds in the loop, for its gradient too; a layer that `fully_shard` was applied to is gathered
+    in its own iteration. Random operations, such as dropout, draw other numbers in each layer. A
+    tensor that all layers share stays one. Does not wait for the device.
+
+    Args:
+        layers: modules of the same class, such as an `nn.ModuleList`, that differ in the values of
+            their parameters and buffers and in no other attribute that their forward reads. They
+            write to no buffer.
+        x: what the first layer gets: a tensor, or tensors in nested lists, tuples and dicts. Each
+            layer returns the same structure, shapes and dtypes; or a tuple that begins with it.
+        *args: further arguments, the same for each layer.
+        per_layer: arguments that differ between layers: a dict is for keyword arguments, anything
+            else for the one behind `x`. Tensors of shape `(number of layers, ...)`, in nested
+            tuples and dicts, of which a layer gets its slice; or lists with one item for each
+            layer, all of the same structure: tensors, numbers (of which a layer gets a tensor), or
+            nested ones.
+        **kwargs: keyword arguments, the same for each layer.
+
+    Returns:
+        What the last layer returns; `x` if there is no layer. If a layer returns a tuple
+        `(x, *others)`, then `(x, *others)`, where each tensor of `others` has those of all layers,
+        as a tensor of shape `(number of layers, ...)`.
+
+    Raises:
+        TypeError: a layer returns another structure, other shapes or other dtypes than it gets; or
+            what is no tensor.
+        WrapError: the layers differ in classes, in the names, shapes, dtypes or marks of their
+            parameters and buffers, or in an attribute that forward reads.
+        ControlFlowError: a layer writes to a buffer, or reads a value on the host.
+        ValueError: an argument for each layer has not the number of layers.
+
+    Example:
+        >>> layers = [nn.Linear(4, 4).to("xla") for _ in range(3)]
+        >>> scan_layers(layers, torch.ones(2, 4, device="xla")).shape
+        torch.Size([2, 4])
+    """
+    modules = _modules(layers)
+    if per_layer is not None and isinstance(per_layer, Mapping):
+        both = [name for name in per_layer if name in kwargs]
+        if both:
+            raise TypeError(
+                "an argument is the same for all layers or differs between them; got "
+                f"{both[0]!r} in per_layer and as a keyword argument. Leave one of them out."
+            )
+    flatten(x, "the x of scan_layers")
+    if not modules:
+        return x
+    xs = _stacks(per_layer, len(modules), "per_layer")
+
+    def call(layer: nn.Module, x: Any, own: Any) -> Any:
+        if isinstance(per_layer, Mapping):
+            return layer(x, *args, **own, **kwargs)
+        return layer(x, *args, **kwargs) if per_layer is None else layer(x, own, *args, **kwargs)
+
+    result = Results((args, kwargs))
+
+    def step(layer: nn.Module, x: Any, own: Any) -> tuple[Any, Any]:
+        return result.split(x, call(layer, x, own), layer)
+
+    x, others = run_layers(modules, step, x, xs)
+    return result.joined(x, others, len(modules))
+
+
+class Results:
+    """What layers return: the next `x`, and others, which are stacked.
+
+    A tensor among the others that is one of the arguments for all layers is not stacked.
+
+    Args:
+        arguments: those for all layers, nested.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        leaves = pytree.tree_leaves(arguments)
+        self._arguments = {id(t): t for t in leaves if isinstance(t, torch.Tensor)}
+        self._spec: Any = None
+        self._same: list[torch.Tensor | None] = []
+
+    def split(self, x: Any, returned: Any, layer: nn.Module) -> tuple[Any, list[Any]]:
+        """The next `x`, and the tensors to stack.
+
+        Args:
+            x: what the layer got.
+            returned: what it returned.
+            layer: the layer.
+
+        Raises:
+            TypeError: the layer did not return something like `x`.
+        """
+        name = type(layer).__name__
+        given = flatten(x, "the x of scan_layers")
+        tree = pytree.tree_structure(x)
+        others: tuple[Any, ...] | None = None
+        if (
+            pytree.tree_structure(returned) != tree
+            and isinstance(returned, tuple)
+            and returned
+            and pytree.tree_structure(returned[0]) == tree
+        ):
+            returned, others = returned[0], tuple(returned[1:])
+        what = f"what a layer of a loop returns (here a {name})"
+        require_like(what, flatten(returned, what), given, "what it gets")
+        leaves, self._spec = pytree.tree_flatten(others)
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    "what a layer of a loop returns behind x is stacked, and so consists of "
+                    f"tensors; got {type(leaf).__name__} from a {name}. Leave it out, or call the "
+                    "layers one after another."
+                )
+        self._same = [self._arguments.get(id(leaf)) for leaf in leaves]
+        return returned, [leaf for leaf, same in zip(leaves, self._same) if same is None]
+
+    def joined(self, x: Any, stacks: Sequence[torch.Tensor], count: int) -> Any:
+        """What `count` layers return, of the last `x` and the stacks."""
+        given = iter(stacks)
+        leaves = [
+            next(given) if same is None else same.unsqueeze(0).expand(count, *same.shape)
+            for same in self._same
+        ]
+        others = pytree.tree_unflatten(leaves, self._spec)
+        return x if others is None else (x, *others)
+
+
+def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers in a list.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
+        raise TypeError(
+            f"scan_layers takes several modules; got one {type(layers).__name__}. "
+            "Pass a ModuleList, Sequential or list of layers."
+        )
+    modules = list(layers)
+    for module in modules:
+        require_kind("each of the layers", module, nn.Module, write="a list of modules")
+    return modules
+
+
+def _stacks(given: Any, count: int, where: str) -> Any:
+    """The arguments for each layer, with a stack in place of each list.
+
+    Args:
+        given: tensors, tuples, dicts and lists.
+        count: the number of layers.
+        where: where `given` was, in errors.
+
+    Raises:
+        ValueError: a tensor or a list has not one item for each layer.
+        TypeError: something that cannot be stacked.
+    """
+    if isinstance(given, Mapping):
+        return {key: _stacks(value, count, f"{where}[{key!r}]") for key, value in given.items()}
+    if isinstance(given, tuple):
+        return tuple(_stacks(value, count, f"{where}[{i}]") for i, value in enumerate(given))
+    if isinstance(given, list):
+        if len(given) != count:
+            raise ValueError(
+                f"a list of arguments has one item for each layer; got {len(given)} items in "
+                f"{where} and {count} layers. Write a tuple for a structure of one layer's "
+                "arguments."
+            )
+        return _stacked_items(given, where)
+    if isinstance(given, torch.Tensor):
+        if given.dim() == 0 or given.shape[0] != count:
+            raise ValueError(
+                "an argument for each layer has the layers along its first dim; got "
+                f"{where} of shape {tuple(given.shape)} and {count} layers. Pass it without "
+                "per_layer if it is the same for all."
+            )
+        return given
+    if given is None:
+        return None
+    raise TypeError(
+        "arguments for each layer are tensors, or lists with one item for each layer, in nested "
+        f"tuples and dicts; got {type(given).__name__} in {where}. Pass what is the same for all "
+        "layers without per_layer."
+    )
+
+
+def _stacked_items(items: Sequence[Any], where: str) -> Any:
+    """The stacks of structures, one for each layer."""
+    trees = [pytree.tree_flatten(item) for item in items]
+    leaves, spec = trees[0]
+    for index, (others, other_spec) in enumerate(trees):
+        forms = [[_form(leaf) for leaf in some] for some in (leaves, others)]
+        if other_spec != spec or forms[0] != forms[1]:
+            raise ValueError(
+                "the items of a list, one for each layer, are alike, as they are stacked; got "
+                f"{forms[1]} for layer {index} and {forms[0]} for layer 0 in {where}. Convert "
+                "them to one structure, shape and dtype."
+            )
+    columns = [[tree[0][i] for tree in trees] for i in range(len(leaves))]
+    return pytree.tree_unflatten([_stacked_leaves(each, where) for each in columns], spec)
+
+
+def _form(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def _stacked_leaves(leaves: Sequence[Any], where: str) -> Any:
+    if isinstance(leaves[0], torch.Tensor):
+        return stacked(leaves, where)
+    if isinstance(leaves[0], (bool, int, float)):
+        return torch.tensor(leaves, device="xla")
+    if leaves[0] is None:
+        return None
+    raise TypeError(
+        f"what differs between layers is a tensor or a number; got {type(leaves[0]).__name__} in "
+        f"{where}. Pass what is the same for all layers without per_layer."
+    )
