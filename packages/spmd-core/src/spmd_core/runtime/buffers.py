@@ -144,6 +144,8 @@ def _aligned_copy(data: np.ndarray) -> np.ndarray:
 def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
     bounds = [s.indices(n)[:2] for s, n in zip(index, padded_shape)]
     block = data[tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, data.shape))]
+    if not block.ndim:  # np.pad takes no array without dims
+        return block
     return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
 
 
