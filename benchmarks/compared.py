@@ -83,6 +83,9 @@ BENCHMARKS = {
         ),
     ),
     "generate": Benchmark((), (Amount("runs[cache,bounded].programs"),)),
+    "gpt2_strategies": Benchmark(
+        (), (Amount("strategies.*.peak_bytes"), Amount("strategies.*.sent_bytes"))
+    ),
     "hbm": Benchmark((), (Amount("rows.*.recipe.peak"), Amount("rows.*.by default.peak"))),
     "initialisation": Benchmark(
         (),

@@ -216,6 +216,18 @@ FAULTS = (
         "return graph",
     ),
     Fault(
+        "spmd_core/program/passes/attention_layouts.py",
+        "attentions are left to the partitioner",
+        "return graph.with_hints(hints)",
+        "return graph",
+    ),
+    Fault(
+        "spmd_core/program/passes/attention_layouts.py",
+        "split sequences do not count for the layout of an attention",
+        "        axes = spec[rank - 2] or ()\n",
+        "        axes = ()\n",
+    ),
+    Fault(
         "spmd_core/program/passes/lookups.py",
         "lookups are left to the partitioner",
         "return graph.with_hints(hints)",
@@ -238,5 +250,35 @@ FAULTS = (
         "a program that the partitioner makes invalid keeps its marks",
         "if target.replicated_part is not Replicated.EVERYTHING:",
         "if True:",
+    ),
+    Fault(
+        "spmd_core/program/initial_state.py",
+        "state that begins as a wide copy of a parameter begins in its dtype",
+        "conversions = tuple(map(dtypes.to_jax, beginning.dtypes))",
+        "conversions = ()",
+    ),
+    Fault(
+        "spmd_core/program/initial_state.py",
+        "a copy of what the step only reads counts as state",
+        "return owner is None or (owner in live and owner.value is not source)",
+        "return True",
+    ),
+    Fault(
+        "spmd_core/program/growing_sizes.py",
+        "cuts that differ in their layout count as one whose size grows",
+        "len(spec.shape), None if is_free else placement))",
+        "len(spec.shape), None))",
+    ),
+    Fault(
+        "spmd_core/program/partitioner_rules.py",
+        "a start out of bounds is left to the partitioner",
+        "    return lax.clamp(np.zeros((), dtype), start, bound)",
+        "    return start",
+    ),
+    Fault(
+        "spmd_core/program/partitioner_rules.py",
+        "what is padded with a value is padded with zeros",
+        "return [jnp.where(inside, result, value)]",
+        "return [result]",
     ),
 )

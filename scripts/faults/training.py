@@ -127,6 +127,31 @@ FAULTS = (
         "return min(source.itemsize, target.itemsize) > 1",
         "return True",
     ),
+    Fault(
+        "spmd_core/steps/capture/guards.py",
+        "a captured step does not see that a variable of a closure has changed",
+        "                and all(held(cell) is value for cell, value in self._cells)\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/steps/capture/guards.py",
+        "a captured step does not see that a parameter was frozen",
+        "                and [*map(_requires_grad, self._tensors)] == self._requires_grad\n",
+        "",
+    ),
+    # ---- dynamo, metrics -------------------------------------------------------------------------
+    Fault(
+        "spmd_core/dynamo/backend.py",
+        "operations of a compiled graph have the line of the outermost function",
+        "file, number, name = found[-1]",
+        "file, number, name = found[0]",
+    ),
+    Fault(
+        "spmd_core/metrics/utilisation.py",
+        "frozen parameters count as trained ones in the model's FLOPs",
+        "matrices = 4 * size.num_params + 2 * trained",
+        "matrices = 6 * size.num_params",
+    ),
     # ---- spmd_data -------------------------------------------------------------------------------
     Fault(
         "spmd_data/loader.py",

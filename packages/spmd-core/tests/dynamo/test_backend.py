@@ -239,16 +239,19 @@ def test_the_backend_has_the_name_that_torch_knows():
 
 
 def test_operations_of_a_graph_have_the_users_lines():
+    def doubled(x):
+        return x * 2
+
     def function(x):
-        y = x * 2
+        y = doubled(x)
         return (y @ y).relu()
 
-    first = function.__code__.co_firstlineno
+    inner, outer = (f.__code__.co_firstlineno for f in (doubled, function))
     compiled = torch.compile(function, fullgraph=True)
     x = torch.ones(3, 3, device="xla")
     with spmd.debugging.source_lines():
         text = spmd.debugging.stablehlo(compiled(x))
-    for operation, line in (("mul", first + 1), ("mm", first + 2), ("relu", first + 2)):
+    for operation, line in (("mul", inner + 1), ("mm", outer + 2), ("relu", outer + 2)):
         assert re.search(rf"aten::{operation}\b[^\n]*/test_backend\.py:{line}/", text), operation
 
     @spmd.compile(full_graph=True)
