@@ -41,7 +41,7 @@ class SlotCache:
     ) -> None:
         heads = config.num_key_value_heads
         shape = (num_slots, heads, length, config.head_dim)
-        by_heads = mesh is not None and heads % mesh.shape()["tensor"] == 0
+        by_heads = mesh is not None and heads % mesh.shape().get("tensor", heads + 1) == 0
 
         def zeros() -> torch.Tensor:
             made = torch.zeros(shape, dtype=dtype, device="xla")

@@ -64,13 +64,18 @@ def read_config(folder: Path) -> LlamaConfig:
             "config.json must describe a Llama that transformers can build; got one that it "
             f"refuses: {_in_a_line(error)}. Save the model again."
         ) from None
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope in _DYNAMIC_ROPE:
+    if has_dynamic_rope(config):
         raise ModelFolderError(
             "position embeddings must not depend on the longest text of a step; got rope_type "
-            f"{rope!r}. Serve a model with 'default', 'linear', 'yarn' or 'llama3'."
+            f"{config.rope_parameters['rope_type']!r}. Serve a model with 'default', 'linear', "
+            "'yarn' or 'llama3'."
         )
     return config
+
+
+def has_dynamic_rope(config: LlamaConfig) -> bool:
+    """Whether position embeddings depend on the longest text of a step."""
+    return (config.rope_parameters or {}).get("rope_type", "default") in _DYNAMIC_ROPE
 
 
 def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase:

@@ -139,8 +139,8 @@ class Programs:
             use_cache=True,
         )
         prompts_P = torch.arange(num_prompts, device="xla")
-        last_PD = output.last_hidden_state[prompts_P, lengths_P - 1]
-        logits_PV = self._gathered(self._model.lm_head(last_PD))
+        last_P1D = output.last_hidden_state[prompts_P, lengths_P - 1][:, None]
+        logits_PV = self._gathered(self._model.lm_head(last_P1D)[:, 0])
         first_P = next_tokens(logits_PV, temperatures_P, top_k_P, top_p_P, seeds_P, lengths_P)
         for state_S, value_P in (
             (self._tokens, first_P),

@@ -1,13 +1,17 @@
 """What a Llama run writes beside its report: a continued prompt, adapters, the model."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
+from examples.llama_serving.loading import end_tokens, has_dynamic_rope
+from examples.llama_serving.programs import Programs, Prompt
 from examples.llama_tp import lora, weights
 from examples.llama_tp.config import TrainConfig
+from examples.training.evaluation import evaluating
 from examples.training.text import TextData
 
 
@@ -19,7 +23,13 @@ def files(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: TextData) -> None:
+def write(
+    config: TrainConfig,
+    model: LlamaForCausalLM,
+    adapted: Any,
+    text: TextData,
+    mesh: spmd.Mesh | None,
+) -> None:
     """Prints and writes what the options ask for. Waits for the device. A plan has no values.
 
     Args:
@@ -27,6 +37,7 @@ def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: Text
         model: what was trained, or what adapters were added to.
         adapted: what `lora.add` returned; None without adapters, which --export merges.
         text: has the tokenizer.
+        mesh: what the model is laid out over, if anything.
 
     Raises:
         SaveError: a file could not be written.
@@ -34,7 +45,7 @@ def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: Text
     if spmd.is_planning():
         return
     if config.prompt:
-        print(continued(model, text, config.prompt, num_tokens=config.new_tokens))
+        print(continued(model, text, config.prompt, num_tokens=config.new_tokens, mesh=mesh))
     if config.adapters:
         lora.save(adapted, config.adapters)
     if config.export:
@@ -42,18 +53,49 @@ def write(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: Text
         weights.export(merged, text, config.export, source=config.weights)
 
 
-def continued(model: LlamaForCausalLM, text: TextData, prompt: str, *, num_tokens: int) -> str:
-    """The prompt and its likeliest continuation, token by token. Waits for the device."""
+def continued(
+    model: LlamaForCausalLM,
+    text: TextData,
+    prompt: str,
+    *,
+    num_tokens: int,
+    mesh: spmd.Mesh | None,
+) -> str:
+    """The prompt and its likeliest continuation, up to the end of a text. Waits for the device."""
     ids = [text.separator, *text.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    with evaluating(model):
+        if model.device.type == "xla" and not has_dynamic_rope(model.config):
+            found = list(_on_device(model, ids, num_tokens, mesh))
+        else:
+            found = _by_transformers(model, ids, num_tokens, padding=text.separator)
+    return text.tokenizer.decode(ids[1:] + found)
+
+
+def _on_device(
+    model: LlamaForCausalLM, ids: Sequence[int], num_tokens: int, mesh: spmd.Mesh | None
+) -> Iterator[int]:
+    """The tokens after a prompt by the server's programs, whose one slot it takes."""
+    ends = end_tokens(model)
+    programs = Programs(model, num_slots=1, length=len(ids) + num_tokens, mesh=mesh)
+    sent = programs.prefill([Prompt(0, ids)])
+    for left in reversed(range(num_tokens)):
+        unread, sent = sent, programs.decode() if left else sent  # sent before one is read
+        yield (token := int(unread))
+        if token in ends:
+            return
+
+
+def _by_transformers(
+    model: LlamaForCausalLM, ids: Sequence[int], num_tokens: int, *, padding: int
+) -> list[int]:
     ids_BT = torch.tensor([ids], device=model.device)
-    model.eval()
     found_BT = model.generate(
         ids_BT,
         attention_mask=torch.ones_like(ids_BT),
         max_new_tokens=num_tokens,
         do_sample=False,
         use_cache=True,
-        pad_token_id=text.separator,
+        pad_token_id=padding,
     )
-    model.train()
-    return text.tokenizer.decode(found_BT[0].tolist()[1:])
+    found: list[int] = found_BT[0, len(ids) :].tolist()
+    return found

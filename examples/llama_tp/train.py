@@ -118,7 +118,7 @@ def run(config: TrainConfig) -> Report:
                 eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)
                 journal.evaluated(loss=eval_loss)
         report = journal.finish()
-    results.write(config, model, adapted, text)
+    results.write(config, model, adapted, text, mesh)
     return report
 
 
