@@ -161,6 +161,18 @@ FAULTS = (
         "pass",
     ),
     Fault(
+        "spmd_core/program/passes/stacked_operations.py",
+        "all rows of stacks take the number that is the first row's",
+        "scalars.append(positions[0] if len({*positions}) == 1 else positions)",
+        "scalars.append(positions[0])",
+    ),
+    Fault(
+        "spmd_core/program/alike_operations.py",
+        "operations on rows of different indices count as alike",
+        "if index >= 0 and (index, count) != (own, stack.count):",
+        "if index >= 0 and count != stack.count:",
+    ),
+    Fault(
         "spmd_core/program/passes/recorded_order.py",
         "products wait for what an earlier one has waited for",
         "        self._made = []\n        if not late",

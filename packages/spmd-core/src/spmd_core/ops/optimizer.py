@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import BY_ITEM
 from spmd_core.ops.registry import Context, Number, lowering
 
 _ADAM_NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")
@@ -98,17 +99,26 @@ def _adam(
     return (*_flat(rows, 5 if amsgrad else 4), *([] if amsgrad else max_exp_avg_sqs))
 
 
-@lowering("aten._fused_adam.default", "aten._fused_adam.tensor_lr", numbers=_ADAM_NUMBERS)
+@lowering(
+    "aten._fused_adam.default", "aten._fused_adam.tensor_lr", numbers=_ADAM_NUMBERS, traits=BY_ITEM
+)
 def _fused_adam(ctx: Context, *lists: Any, **options: Any) -> tuple[jax.Array, ...]:
     return _adam(False, *lists, **options)
 
 
-@lowering("aten._fused_adamw.default", "aten._fused_adamw.tensor_lr", numbers=_ADAM_NUMBERS)
+@lowering(
+    "aten._fused_adamw.default",
+    "aten._fused_adamw.tensor_lr",
+    numbers=_ADAM_NUMBERS,
+    traits=BY_ITEM,
+)
 def _fused_adamw(ctx: Context, *lists: Any, **options: Any) -> tuple[jax.Array, ...]:
     return _adam(True, *lists, **options)
 
 
-@lowering("aten._fused_sgd.default", "aten._fused_sgd.tensor_lr", numbers=_SGD_NUMBERS)
+@lowering(
+    "aten._fused_sgd.default", "aten._fused_sgd.tensor_lr", numbers=_SGD_NUMBERS, traits=BY_ITEM
+)
 def _fused_sgd(
     ctx: Context,
     params: Any,
@@ -151,7 +161,12 @@ def _fused_sgd(
     return _flat(rows, 3)
 
 
-@lowering("aten._fused_adagrad.default", "aten._fused_adagrad.tensor_lr", numbers=_ADAGRAD_NUMBERS)
+@lowering(
+    "aten._fused_adagrad.default",
+    "aten._fused_adagrad.tensor_lr",
+    numbers=_ADAGRAD_NUMBERS,
+    traits=BY_ITEM,
+)
 def _fused_adagrad(
     ctx: Context,
     params: Any,

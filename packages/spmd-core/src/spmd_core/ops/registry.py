@@ -16,6 +16,7 @@ kernels; the caller checks that. Lowerings only see functional overloads: in-pla
 foreach forms are derived from the schema.
 """
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -335,6 +336,14 @@ def view_write(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 def find_lowering(overload: torch._ops.OpOverload) -> Lowering | None:
     """The overload's lowering, or None."""
     return _LOWERINGS.get(overload)
+
+
+@functools.cache
+def lowering_named(name: str) -> Lowering:
+    """The lowering of an operation by its recorded name, such as `aten::mul.Tensor`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return _LOWERINGS[resolve(f"{namespace}.{packet}.{overload or 'default'}")]
 
 
 def find_view_write(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:

@@ -28,6 +28,7 @@ from spmd_core import dtypes
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.threefry import prng_key
+from spmd_core.program.stacked_entries import StackedEntry
 
 # For each dim of a tensor its factors, the major one first; a dim of one element has none.
 Dims = tuple[tuple[int, ...], ...]
@@ -94,7 +95,12 @@ def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
         return _Module({}).rule(operands, entry)
     arrays = [jax.ShapeDtypeStruct(x.shape, dtypes.to_jax(x.dtype)) for x in operands]
     types = {float: np.float64, int: np.int64, bool: np.bool_, complex: np.complex128}
-    numbers = [jax.ShapeDtypeStruct((), types[kind]) for kind in entry.number_kinds]
+    shapes: Sequence[tuple[int, ...]] = [()] * len(entry.number_kinds)
+    if isinstance(entry, StackedEntry):
+        shapes = entry.number_shapes
+    numbers = [
+        jax.ShapeDtypeStruct(shape, types[kind]) for shape, kind in zip(shapes, entry.number_kinds)
+    ]
     outs = tuple(registry.Out(x.shape, x.dtype) for x in entry.outs)
 
     def dims_of_kernel(arrays: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
@@ -232,7 +238,7 @@ class _Module:
         given = [_Value.of_shape(x.shape, operand=i) for i, x in enumerate(operands)]
         if "main" in self._functions:
             main = self._functions["main"].regions[0].blocks[0]
-            numbers = [_Value.of_shape(()) for _ in range(len(main.arguments) - len(given))]
+            numbers = [_Value.of_shape(_shape(x)) for x in main.arguments[len(given) :]]
             made = self._block(main, [*given, *numbers])
         else:
             made = [_Value.of_shape(x.shape, is_replicated=True) for x in entry.outs]

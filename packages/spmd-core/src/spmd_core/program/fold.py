@@ -1,7 +1,8 @@
 """Evaluates a graph's operations with jax, one after the other, without knowledge of any pass."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from spmd_core.ops.kernels.threefry import prng_key
 from spmd_core.program import regions, split_dims
 from spmd_core.program.constraints import constrain, constrain_along, replicate_last_block_dims
 from spmd_core.program.index_flag import Flag
-from spmd_core.program.ir import Graph, Input, Op, Ref
+from spmd_core.program.ir import Graph, Input, Op, Position, Ref
 from spmd_core.program.operation_names import named
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.safe_forms import in_safe_forms
@@ -41,22 +42,37 @@ class Scalars:
     """
 
     def __init__(self, kinds: Sequence[type], packed: Sequence[jax.Array]) -> None:
-        arrays, present = iter(packed), {int if kind is bool else kind for kind in kinds}
+        packed_kinds = [int if kind is bool else kind for kind in kinds]
+        present: list[type] = [kind for kind in (float, int, complex) if kind in packed_kinds]
         self._kinds = kinds
-        self._sources: Mapping[type, Iterator[jax.Array]] = {
-            kind: iter(next(arrays) if kind in present else ()) for kind in (float, int, complex)
-        }
-        self._read: list[registry.Number] = []
+        self._arrays = dict(zip(present, packed))
+        counters = {kind: itertools.count() for kind in present}
+        self._places = [(kind, next(counters[kind])) for kind in packed_kinds]
+        self._read: dict[int, registry.Number] = {}
 
     def __getitem__(self, position: int) -> registry.Number:
         # A number is sliced from its array when the first operation reads it.
-        while len(self._read) <= position:
-            kind = self._kinds[len(self._read)]
-            value = next(self._sources[int if kind is bool else kind])
-            self._read.append(
-                registry.Number(value.astype(np.bool_) if kind is bool else value, kind)
-            )
+        if position not in self._read:
+            kind, place = self._places[position]
+            value = jax.lax.index_in_dim(self._arrays[kind], place, keepdims=False)
+            self._read[position] = self._number(value, position)
         return self._read[position]
+
+    def rows(self, positions: tuple[int, ...]) -> registry.Number:
+        """Numbers of one type as one array."""
+        kind, first = self._places[positions[0]]
+        places = np.array([self._places[position][1] for position in positions])
+        steps = {*np.diff(places).tolist()}
+        array = self._arrays[kind]
+        if len(steps) == 1 and (step := steps.pop()) > 0:
+            value = jax.lax.slice(array, (first,), (int(places[-1]) + 1,), (step,))
+        else:
+            value = array[places]
+        return self._number(value, positions[0])
+
+    def _number(self, value: jax.Array, position: int) -> registry.Number:
+        kind = self._kinds[position]
+        return registry.Number(value.astype(np.bool_) if kind is bool else value, kind)
 
 
 class Fold:
@@ -107,7 +123,7 @@ class Fold:
         for op in graph.ops:
             interrupts.raise_deferred()
             inputs = [values[operand] for operand in op.operands]
-            numbers = [scalars[i] for i in op.scalars]
+            numbers = [_number(scalars, position) for position in op.scalars]
             results: Sequence[jax.Array]
             with named(op.source):
                 if op.bodies:
@@ -333,6 +349,16 @@ class Fold:
             returned.add(id(x))
             outputs.append(x)
         return outputs
+
+
+def _number(scalars: "Scalars | Sequence[registry.Number]", position: Position) -> registry.Number:
+    """A scalar input of an operation; of one on stacks, maybe an array with one for each row."""
+    if not isinstance(position, tuple):
+        return scalars[position]
+    if isinstance(scalars, Scalars):
+        return scalars.rows(position)
+    numbers = [scalars[i] for i in position]
+    return registry.Number(jnp.stack([x.value for x in numbers]), numbers[0].kind)
 
 
 def _has_checks(body: Graph) -> bool:

@@ -41,6 +41,10 @@ class Source(NamedTuple):
     origin: Origin | None = None
 
 
+# The position of a scalar input among those of the program; for stacks, one for each row.
+Position = int | tuple[int, ...]
+
+
 class Input:
     """An input of the program.
 
@@ -78,7 +82,7 @@ class Op:
         operands: Sequence["Ref"],
         source: Source,
         *,
-        scalars: tuple[int, ...] = (),
+        scalars: tuple[Position, ...] = (),
         manuals: tuple[Manual | None, ...] | None = None,
         hint: registry.Hint | None = None,
         bodies: "tuple[Graph, ...]" = (),
@@ -312,7 +316,7 @@ class Rewriter:
         source: Source,
         *,
         manuals: tuple[Manual | None, ...] | None = None,
-        scalars: tuple[int, ...] = (),
+        scalars: tuple[Position, ...] = (),
     ) -> Op:
         """Adds a new operation, which reads values of the new graph."""
         op = Op(entry, operands, source, manuals=manuals, scalars=scalars)

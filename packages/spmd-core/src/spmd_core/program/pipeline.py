@@ -18,11 +18,14 @@ from spmd_core.program.passes.paced_gradients import paced_gradients
 from spmd_core.program.passes.recorded_order import recorded_order
 from spmd_core.program.passes.refined_marks import refined_marks
 from spmd_core.program.passes.replicated_values import replicated_values
+from spmd_core.program.passes.stacked_operations import stacked_operations
 from spmd_core.program.target import Target
 
 # A pass returns the graph that it got if there is nothing to change.
 Pass = Callable[[Graph, Target], Graph]
 PASSES: tuple[Pass, ...] = (
+    # Alike operations on the rows of stacks, which are one from here on.
+    stacked_operations,
     # Hints: what a lowering needs to know of layouts, which are propagated through the graph.
     index_checks,
     image_layouts,

@@ -76,6 +76,8 @@ class Traits:
         bounds: which integers its results can have; None if nothing is known.
         passes_nan_on: whether a NaN among its operands makes its results NaN in any case, so that
             a maximum inside of it (such as that of a softmax) need not propagate NaN.
+        by_item: whether its arguments are lists of tensors, of one length or empty, beside what all
+            items share, and each item of its results is computed from the same item of the lists.
         has_seeds: whether its numbers are seeds, which differ between devices in a manual region.
         fill: the value of each element of its result, whatever its operands hold: a number, or the
             name of the argument that has it; None for an operation that does more.
@@ -94,12 +96,13 @@ class Traits:
     compared: Compared | None = None
     bounds: Bounds | None = None
     passes_nan_on: bool = False
+    by_item: bool = False
     has_seeds: bool = False
     fill: float | str | None = None
 
 
 COMPUTED = Traits()
-PRODUCT = Traits(is_product=True)
+PRODUCT, BY_ITEM = Traits(is_product=True), Traits(by_item=True)
 ZEROS, ONES = Traits(fill=0.0), Traits(fill=1.0)
 CHOICE, COMPARISON = Traits(compared=Compared.ELEMENTS), Traits(compared=Compared.OPERANDS)
 # For operations that only pass on elements of their operand.
