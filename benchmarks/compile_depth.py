@@ -1,0 +1,275 @@
+"""How do compile time, step time and memory of GPT-2 grow with its depth, one by one and as a loop?
+
+GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, as it is, and after
+`spmd.scan_model(model)`. Each run is a process of its own without a cache on disk, in turns; once
+on emulated CPU devices, where it runs, and once compiled for TPU v4 chips that are not there.
+Lowering and compiling is reported by the clock, beside the CPU time of the whole first step; a step
+by the CPU time of all threads, its median.
+
+Run: python -m benchmarks.compile_depth
+     python -m benchmarks.compile_depth --layers 4 --layers 24 --only cpu
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.options import whole
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--layers", type=whole(), action="append", help="depths (default 2, 4, 12, 24 and 48)"
+    )
+    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument("--rounds", type=whole(), default=1, help="runs of each kind (default 1)")
+    parser.add_argument("--steps", type=whole(), default=12, help="timed steps (default 12)")
+    parser.add_argument("--only", choices=("cpu", "tpu"), help="the other platform is left out")
+    parser.add_argument(
+        "--one",
+        choices=("one by one", "as a loop"),
+        help="one run in this process, as a line of JSON",
+    )
+    args = parser.parse_args()
+
+import torch
+
+import spmd_core as spmd
+from benchmarks.published import plots
+from examples.gpt2.model import build_model
+from examples.gpt2.presets import ModelPreset
+
+KINDS = ("one by one", "as a loop")
+PLATFORMS = ("cpu", "tpu")
+LAYERS = (2, 4, 12, 24, 48)
+TOPOLOGY = "v4-8"
+# What a loop may cost: its compile time at the greatest depth against that at the depth of 4; and
+# against the layers one by one, a step's time and the peak memory.
+MAX_GROWTH, MAX_STEP, MAX_PEAK = 1.2, 1.02, 1.02
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "compile_depth"
+
+WIDTH, SEQ, BATCH, VOCAB = 256, 128, 8, 2048
+
+
+def build(kind: str, num_layers: int, num_devices: int) -> tuple[Any, Any]:
+    """The model over the mesh, and its optimizer."""
+    preset = ModelPreset("bench", num_layers, WIDTH, 4, VOCAB, SEQ, SEQ, BATCH, 1e-3)
+    torch.manual_seed(0)
+    model = build_model(preset, vocab_size=VOCAB, dropout=0.0).to("xla")
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            spmd.mark_sharding(parameter, mesh, ("fsdp", None))
+    if kind == "as a loop":
+        spmd.scan_model(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: Any, optimizer: Any, tokens: torch.Tensor, *, wait: bool) -> torch.Tensor:
+    """One training step."""
+    logits = model(tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    spmd.sync(wait=wait)
+    return loss.detach()
+
+
+def tokens_of(number: int) -> torch.Tensor:
+    """The batch of a step."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCAB, (BATCH, SEQ), generator=generator).to("xla")
+
+
+def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict[str, Any]:
+    """One run on emulated devices."""
+    spmd.simulate(num_devices)
+    spmd.use_spmd()
+    model, optimizer = build(kind, num_layers, num_devices)
+    spmd.sync(wait=True)
+    known = len(spmd.metrics.programs())
+    wall, cpu = time.perf_counter(), time.process_time()
+    losses = [step(model, optimizer, tokens_of(0), wait=True)]
+    first = {"first_s": time.perf_counter() - wall, "first_cpu_s": time.process_time() - cpu}
+    programs = spmd.metrics.programs()[known:]
+    times = []
+    for number in range(1, num_steps + 1):
+        batch = tokens_of(number)
+        cpu = time.process_time()
+        losses.append(step(model, optimizer, batch, wait=True))
+        times.append(time.process_time() - cpu)
+    largest = max(programs, key=lambda program: program.num_ops)
+    return {
+        **first,
+        "programs": len(spmd.metrics.programs()) - known,
+        "lowering_s": sum(program.trace_s for program in programs),
+        "compile_s": sum(program.compile_s for program in programs),
+        "step_cpu_s": statistics.median(times[2:] or times),
+        "peak_bytes": largest.peak_bytes,
+        "losses": [loss.item() for loss in losses],
+    }
+
+
+def on_tpu(kind: str, num_layers: int, num_devices: int) -> dict[str, Any]:
+    """One run of the compiler."""
+
+    def train() -> None:
+        model, optimizer = build(kind, num_layers, num_devices)
+        for number in range(4):
+            step(model, optimizer, tokens_of(number), wait=False)
+
+    spmd.use_spmd()
+    plan = spmd.plan(train, topology=TOPOLOGY)
+    largest = plan.largest
+    if largest is None or plan.refusals:
+        raise SystemExit(f"no program: {plan}")
+    return {"compile_s": largest.compile_s, "peak_bytes": largest.peak_bytes}
+
+
+def run(platform: str, kind: str, num_layers: int) -> dict[str, Any]:
+    """One run in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.compile_depth", "--one", kind, "--only", platform]
+    command += ["--layers", str(num_layers), "--devices", str(args.devices)]
+    command += ["--steps", str(args.steps)]
+    env = {**os.environ, "SPMD_CACHE_DIR": ""}
+    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(layers: tuple[int, ...], platforms: list[str]) -> dict[str, Any]:
+    """For each platform, kind and depth the medians of all rounds."""
+    turns = [
+        (p, n, k) for _ in range(args.rounds) for p in platforms for n in layers for k in KINDS
+    ]
+    runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for platform, num_layers, kind in tqdm(turns, desc="runs", disable=None):
+        runs.setdefault((platform, kind, num_layers), []).append(run(platform, kind, num_layers))
+    found: dict[str, Any] = {}
+    for (platform, kind, num_layers), of in runs.items():
+        medians = {
+            key: of[0][key] if key == "losses" else statistics.median(r[key] for r in of)
+            for key in of[0]
+        }
+        found.setdefault(platform, {}).setdefault(kind, {})[str(num_layers)] = medians
+    return found
+
+
+def judged(found: dict[str, Any], layers: tuple[int, ...]) -> dict[str, bool]:
+    """What the figures are to reach, and whether they do."""
+    holds = {}
+    deepest = str(max(layers))
+    for platform, kinds in found.items():
+        plain, loop = (kinds[kind] for kind in KINDS)
+        if "4" in loop and deepest != "4":
+            growth = _compiling(loop[deepest]) / _compiling(loop["4"])
+            holds[
+                f"{platform}: lowering and compiling a loop of {deepest} layers takes {growth:.2f} "
+                f"of the time of 4 layers, at most {MAX_GROWTH}"
+            ] = growth <= MAX_GROWTH
+        peak = max(loop[n]["peak_bytes"] / plain[n]["peak_bytes"] for n in loop)
+        holds[
+            f"{platform}: a loop's peak memory is {peak:.3f} of that of layers one by one, at most "
+            f"{MAX_PEAK}"
+        ] = peak <= MAX_PEAK
+        if platform == "cpu":
+            time_ = max(loop[n]["step_cpu_s"] / plain[n]["step_cpu_s"] for n in loop)
+            holds[
+                f"{platform}: a step of a loop takes {time_:.3f} of the CPU time of one by one, at "
+                f"most {MAX_STEP}"
+            ] = time_ <= MAX_STEP
+            worst = max(
+                abs(a - b) / abs(b)
+                for n in loop
+                for a, b in zip(loop[n]["losses"], plain[n]["losses"])
+            )
+            holds[f"cpu: losses differ by at most {worst:.1e}, within 1e-5"] = worst <= 1e-5
+    return holds
+
+
+def _compiling(figures: dict[str, Any]) -> float:
+    return float(figures["compile_s"] + figures.get("lowering_s", 0.0))
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    """The table's rows."""
+    return [
+        [
+            platform,
+            layers,
+            kind,
+            f"{of['lowering_s']:.2f} s" if "lowering_s" in of else "",
+            f"{of['compile_s']:.2f} s",
+            f"{of['first_cpu_s']:.1f} s" if "first_cpu_s" in of else "",
+            f"{1e3 * of['step_cpu_s']:.0f} ms" if "step_cpu_s" in of else "",
+            f"{of['peak_bytes'] / 1e6:.1f} MB",
+        ]
+        for platform, kinds in found.items()
+        for layers in kinds[KINDS[0]]
+        for kind, of in ((kind, kinds[kind][layers]) for kind in KINDS)
+    ]
+
+
+def draw(figure: Any, found: dict[str, Any]) -> None:
+    """Lowering and compiling against depth, a panel for each platform."""
+    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    for panel, (platform, kinds) in zip(panels, found.items()):
+        for i, (kind, by_depth) in enumerate(kinds.items()):
+            depths = [int(n) for n in by_depth]
+            seconds = [_compiling(of) for of in by_depth.values()]
+            panel.plot(depths, seconds, "o-", color=plots.COLORS[i], label=kind)
+        devices = "emulated CPU devices" if platform == "cpu" else "for TPU v4"
+        panel.set(xlabel="layers", ylabel="lowering and compiling, s", ylim=(0, None))
+        panel.set(title=f"GPT-2 of width {WIDTH}, {devices}")
+        panel.grid(alpha=0.3)
+        panel.legend()
+
+
+def main() -> int:
+    layers = tuple(args.layers or LAYERS)
+    if args.one:
+        if args.only == "tpu":
+            print(json.dumps(on_tpu(args.one, layers[0], args.devices)))
+        else:
+            print(json.dumps(on_cpu(args.one, layers[0], args.devices, args.steps)))
+        return 0
+    found = measured(layers, [args.only] if args.only else list(PLATFORMS))
+    holds = judged(found, layers)
+    table = Table(
+        "GPT-2 by depth: layers one by one, and as one loop",
+        [
+            "on",
+            "layers",
+            "called",
+            "lowering",
+            "compiling",
+            "CPU of the first step",
+            "step",
+            "peak",
+        ],
+        rows_of(found),
+        [
+            f"Width {WIDTH}, {BATCH} sequences of {SEQ} tokens, AdamW, fsdp={args.devices}; for "
+            "TPUs, compiling is libtpu's for chips that are not there. A step is CPU time of all "
+            f"threads, the median of {args.steps - 2} steps; the peak is a device's.",
+            *(f"{name}: {verdict(of)}" for name, of in holds.items()),
+        ],
+    )
+    data = {"devices": args.devices, "rounds": args.rounds, "figures": found}
+    publish("compile_depth", table, data, folder=args.out)
+    if not args.only:
+        plots.save(lambda of: draw(of, found), PICTURE, size=(10.0, 3.8), kinds=["png"])
+    return 0 if all(holds.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
