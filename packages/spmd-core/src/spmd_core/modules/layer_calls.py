@@ -132,6 +132,7 @@ class LayerGroup:
     def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
         self.layers, self.name = [*layers], name
         self._is_running = False
+        self._is_apart = False  # since the last call of the first layer
         self._noted: set[str] = set()
 
     def call(self, index: int, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,6 +158,7 @@ class LayerGroup:
                 self.note(f"layer {index} is not called as the layers before it")
             return plain(deferred.result(x.position), *args[1:], **kwargs)
         if index == 0 and x.__class__ is XLAShardedTensor:
+            self._is_apart = False
             return self._begin(plain, args, kwargs)
         first = getattr(x, _FIRST, None) if index == 1 else None
         if first is not None and first.group is self:
@@ -165,7 +167,7 @@ class LayerGroup:
             if chain.goes_on(x, args[1:], kwargs):
                 return chain.next()
             self.note("layers 0 and 1 are called with different arguments")
-        elif index and x.__class__ is XLAShardedTensor:
+        elif index and x.__class__ is XLAShardedTensor and not self._is_apart:
             self.note(f"layer {index} is called with what the layer before it did not return")
         return plain(*args, **kwargs)
 
@@ -190,6 +192,7 @@ class LayerGroup:
 
     def note(self, reason: str) -> None:
         """Counts layers that are called one after another, and warns of each reason once."""
+        self._is_apart = True
         counters.count("layers_called_apart")
         if reason not in self._noted:
             self._noted.add(reason)
