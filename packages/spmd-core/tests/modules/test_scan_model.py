@@ -61,7 +61,9 @@ def compare(eager, model, x, **kwargs):
     for (name, own), other in zip(model.named_parameters(), eager.parameters()):
         assert (own.grad is None) == (other.grad is None), name
         if other.grad is not None:
-            torch.testing.assert_close(own.grad.cpu(), other.grad, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                own.grad.cpu(), other.grad, msg=lambda m, n=name: f"{n}: {m}"
+            )
     eager.zero_grad()
     model.zero_grad()
 
@@ -243,6 +245,15 @@ def test_hooks_run_in_the_loop_and_a_hook_of_one_layer_apart(x):
         of.blocks[1].register_forward_hook(_doubled)
     with pytest.warns(UserWarning, match="one after another"):
         compare(eager, model, x)
+
+
+def test_a_hook_that_keeps_results_is_an_error(x):
+    _, model = models()
+    kept = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: kept.append(output))
+    with pytest.raises(ControlFlowError, match="the 4 layers of blocks have a hook that does"):
+        model(x.to("xla"))
 
 
 def _doubled(module, args, output):

@@ -8,6 +8,7 @@ a model's own code decides what is computed, and the loop is only a way to compu
 """
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,6 +217,7 @@ class Chain:
         self.first, self.x, self.layers = first, x, layers
         self.calls: list[DeferredCall] = []
         self.is_over = False
+        self._inner: list[weakref.ref[torch.Tensor]] = []
 
     def goes_on(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a layer is called as the first one was, but for x."""
@@ -235,11 +237,18 @@ class Chain:
             return call.stand_in()
         try:
             result = self._run()
-        except (WrapError, ControlFlowError, TypeError) as error:
+        except (WrapError, ControlFlowError) as error:
             self.first.group.note(str(error))
             return call.returned()
         self.is_over = True
         self.calls.clear()
+        if any(tensor() is not None for tensor in self._inner):
+            raise ControlFlowError(
+                "layers that run as one loop are called once for all, so nothing can keep what "
+                f"each of them gets or returns; {self.first.group.name} have a hook that does, as "
+                "of output_hidden_states=True, or something else that keeps it. Leave that out, "
+                "or scan_model."
+            )
         return result
 
     def _run(self) -> Any:
@@ -247,11 +256,21 @@ class Chain:
         first = self.first
         results = Results((first.args, first.kwargs))
 
+        given = {*map(id, pytree.tree_leaves((first.args, first.kwargs)))}
+        inner: list[weakref.ref[torch.Tensor]] = []  # what the layer gets and returns in the loop
+
         def step(layer: Any, x: Any, _: Any) -> tuple[Any, Any]:
-            return results.split(x, layer(x, *first.args, **first.kwargs), layer)
+            returned = layer(x, *first.args, **first.kwargs)
+            made = (t for t in pytree.tree_leaves((x, returned)) if isinstance(t, torch.Tensor))
+            inner.extend(weakref.ref(t) for t in made if id(t) not in given)
+            try:
+                return results.split(x, returned, layer)
+            except TypeError as error:
+                raise WrapError(str(error)) from error
 
         with first.group.running():
             x, others = run_layers(self.layers, step, first.x)
+        self._inner = inner
         made = results.joined(x, others, len(self.layers))
         if first.others is None:
             return made
