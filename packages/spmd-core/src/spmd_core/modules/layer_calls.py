@@ -145,7 +145,7 @@ class LayerGroup:
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if self._is_running or torch.compiler.is_compiling() or current_region.get() is not None:
             return plain(*args, **kwargs)
         if isinstance(x, LayerOutput):

@@ -65,7 +65,8 @@ def scan_model(model: M) -> M:
         group = LayerGroup(layers, f"the {len(layers)} layers of {name}")
         for index, layer in enumerate(layers):
             layer.__dict__[_CALLED_AS] = group, index
-            layer.__class__ = _called_in_turn(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _called_in_turn(kind)
     return model
 
 
