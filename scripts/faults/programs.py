@@ -116,6 +116,12 @@ FAULTS = (
         "        return self",
     ),
     Fault(
+        "spmd_core/program/shared_kernels.py",
+        "operations whose operands have other layouts share a kernel",
+        "return entry, op.hint, op.manuals",
+        "return entry, op.manuals",
+    ),
+    Fault(
         "spmd_core/program/lower.py",
         "results lie where the partitioner likes, not as they are marked",
         "out_shardings=(out_shardings, fold.flag.out_sharding)",

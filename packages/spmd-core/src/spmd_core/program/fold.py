@@ -25,6 +25,7 @@ from spmd_core.program.ir import Graph, Input, Op, Position, Ref
 from spmd_core.program.operation_names import named
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.safe_forms import in_safe_forms
+from spmd_core.program.shared_kernels import SharedKernels
 from spmd_core.program.splits import Splits
 from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import interrupts
@@ -91,6 +92,7 @@ class Fold:
         self._num_devices = len(target.device_ids)
         self._is_for_partitioner = is_for_partitioner and self._num_devices > 1
         self._without_rules: set[Entry] = set()
+        self._kernels = SharedKernels(graph.all_ops())
         self.splits = split_dims.splits(
             target.placed,
             self._replicate_last_dims,
@@ -110,6 +112,7 @@ class Fold:
             Ref(x): self._without_padding(x, array) for x, array in zip(self._graph.inputs, leaves)
         }
         found = self._compute(self._graph, values, scalars)
+        self._kernels.clear()
         return self._outputs(values, leaves), self.flag.token(found)
 
     def _compute(
@@ -178,6 +181,18 @@ class Fold:
     def _results(
         self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
     ) -> Sequence[jax.Array]:
+        entry = op.entry
+        if not op.is_inserted:
+            if entry.border is not None:
+                return [regions.cross(entry.border, inputs[0])]
+            if entry.sharding is not None and op.manual is None:
+                return [self._as_marked(inputs[0], entry.sharding, entry.along)]
+        return self._kernels.results(op, partial(self._computed, op), inputs, numbers)
+
+    def _computed(
+        self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
+    ) -> Sequence[jax.Array]:
+        """The results of an operation's kernel."""
         entry, target = op.entry, self._target
         key = prng_key(numbers.pop().value) if entry.random else None
         context = registry.Context(
@@ -192,12 +207,8 @@ class Fold:
         )
         if op.is_inserted:
             return entry.kernel(context, inputs, numbers)
-        if entry.border is not None:
-            return [regions.cross(entry.border, inputs[0])]
         if op.manual is not None:
             return self._local_results(op.manual, op, context, inputs, numbers)
-        if entry.sharding is not None:
-            return [self._as_marked(inputs[0], entry.sharding, entry.along)]
         if not self._is_for_partitioner:
             return entry.kernel(context, inputs, numbers)
         return self._in_safe_forms(entry, context, inputs, numbers, self.splits)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,14 @@ class Sum:
     lookup: Lookup | None = None
 
     @property
+    def key(self) -> tuple[Hashable, ...]:
+        """All that the sum is computed by, apart from its operands."""
+        how, lookup = self.how, self.lookup
+        split = tuple(tuple(dims.items()) for dims in how.split)
+        looked_up = None if lookup is None else (lookup.op.entry, lookup.gradient)
+        return self.op.entry, self.result, split, how.once, how.sources, self.spec, looked_up
+
+    @property
     def last_op(self) -> Op:
         """The operation whose result the partial sum replaces."""
         return self.op if self.lookup is None else self.lookup.op
@@ -112,7 +120,9 @@ def partial_sum(part: Sum, reduction: Reduction, *, reduces: bool) -> PartialSum
     spec = part.spec.logical if reduces else stack_of(part.spec, reduction)
     kernel = functools.partial(_lowered, part, reduction, reduces)
     kinds = part.op.entry.number_kinds if part.lookup is None else ()
-    return PartialSumEntry(part, kernel, (spec,), number_kinds=kinds)
+    entry = PartialSumEntry(part, kernel, (spec,), number_kinds=kinds)
+    entry.key = (PARTIAL_SUM, part.key, reduction, reduces)
+    return entry
 
 
 def stack_of(spec: Spec, reduction: Reduction) -> Spec:
