@@ -61,6 +61,7 @@ WIDTH, SEQ, BATCH, VOCAB = 256, 128, 8, 2048
 
 def build(kind: str, num_layers: int, num_devices: int) -> tuple[Any, Any]:
     """The model over the mesh, and its optimizer."""
+    spmd.use_spmd()
     preset = ModelPreset("bench", num_layers, WIDTH, 4, VOCAB, SEQ, SEQ, BATCH, 1e-3)
     torch.manual_seed(0)
     model = build_model(preset, vocab_size=VOCAB, dropout=0.0).to("xla")
@@ -93,7 +94,6 @@ def tokens_of(number: int) -> torch.Tensor:
 def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict[str, Any]:
     """One run on emulated devices."""
     spmd.simulate(num_devices)
-    spmd.use_spmd()
     model, optimizer = build(kind, num_layers, num_devices)
     spmd.sync(wait=True)
     known = len(spmd.metrics.programs())
@@ -127,7 +127,6 @@ def on_tpu(kind: str, num_layers: int, num_devices: int) -> dict[str, Any]:
         for number in range(4):
             step(model, optimizer, tokens_of(number), wait=False)
 
-    spmd.use_spmd()
     plan = spmd.plan(train, topology=TOPOLOGY)
     largest = plan.largest
     if largest is None or plan.refusals:
