@@ -110,6 +110,12 @@ class TrainConfig(RunConfig):
         choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
+    scan: bool = knob(
+        False,
+        "run the blocks as one loop of the program, which compiles as fast as a few blocks",
+        action=argparse.BooleanOptionalAction,
+        resumable=True,
+    )
     dropout: float = knob(
         0.0, "probability of dropping an embedding, attention weight or residual", most=1
     )
@@ -212,6 +218,11 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         raise KnobError(
             f"--workers read packed documents; got --workers {config.workers} and no --pack. Add "
             "--pack, or leave --workers out."
+        )
+    if config.scan and config.strategy == "pipeline":
+        raise KnobError(
+            "--scan runs the blocks as one loop, and a pipeline has stages of them; got --strategy "
+            "pipeline. Leave out one of them."
         )
     if config.pack and config.strategy == "pipeline":
         raise KnobError(

@@ -66,6 +66,8 @@ def run(config: TrainConfig) -> Report:
     model = resolve.model_of(config, device)
     # Before the shardings: parameters are then gathered for each of a block's two runs.
     recompute(model.transformer.h, config.remat)
+    if config.scan:
+        spmd.scan_model(model)
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     stages = None

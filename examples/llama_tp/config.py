@@ -99,6 +99,12 @@ class TrainConfig(RunConfig):
         choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
+    scan: bool = knob(
+        False,
+        "run the blocks as one loop of the program, which compiles as fast as a few blocks",
+        action=argparse.BooleanOptionalAction,
+        resumable=True,
+    )
     data: Sequence[str] = knob(
         (PYTHON_STDLIB,),
         "files, folders, a hub dataset (name or name:configuration), or python-stdlib",

@@ -71,6 +71,8 @@ def run(config: TrainConfig) -> Report:
     stored = model.state_dict(keep_vars=True)  # by the names in files; adapters change them
     adapted = lora.add(model, rank=config.lora, alpha=config.lora_alpha, seed=config.seed)
     recompute(model.model.layers, config.remat)
+    if config.scan:
+        spmd.scan_model(model)
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:

@@ -186,6 +186,7 @@ def expected(cache_dir: str) -> Any:
         ("spmd", ""),
         ("ddp", "data=2"),
         ("spmd", "fsdp=4,tensor=2"),
+        ("spmd --scan", "fsdp=4,tensor=2"),
         ("fsdp", "data=2,fsdp=4"),
         ("pipeline", "pipe=2,fsdp=2,tensor=2"),
         exhaustive("spmd", "data=2,fsdp=4"),
@@ -205,7 +206,9 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
         pytest.skip("the meshes are of eight devices")
     taken = math.prod(int(axis.partition("=")[2]) for axis in mesh.split(",") if axis)
     part = {"mesh_devices": taken} if mesh and taken < 8 else {}
+    strategy, _, scan = strategy.partition(" ")
     knobs = {**SHORT, **part, "device": "xla", "mesh": mesh, "strategy": strategy}
+    knobs["scan"] = bool(scan)
     report = on_devices(run, smoke(cache_dir, **knobs))
     check_equal(report, expected)
     assert report.num_devices == taken

@@ -65,10 +65,19 @@ def test_one_device_has_the_losses_of_eager_torch(
         {"mesh": "data=2,tensor=4", "sequence_parallel": True, "loss_parallel": True},
         {"mesh": "data=2,fsdp=2,tensor=2", "sequence_parallel": True, "accumulate": 2},
         exhaustive({"mesh": "fsdp=2,tensor=4", "sequence_parallel": True, "remat": "full"}),
+        {"mesh": "fsdp=4,tensor=2", "loss_parallel": True, "remat": "full", "scan": True},
         {"mesh": "data=2,context=4"},
         {"mesh": "fsdp=2,context=2,tensor=2", "sequence_parallel": True, "remat": "full"},
     ],
-    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed", "CP", "FSDP, CP and SP, recomputed"],
+    ids=[
+        "TP",
+        "SP and loss",
+        "HSDP",
+        "FSDP, recomputed",
+        "a loop",
+        "CP",
+        "FSDP, CP and SP, recomputed",
+    ],
 )
 def test_every_plan_has_the_losses_of_eager_torch(
     knobs: dict[str, Any], cache_dir: str, expected: Any, num_devices: int
