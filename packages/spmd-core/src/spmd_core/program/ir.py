@@ -457,12 +457,18 @@ def _remarks(op: Op) -> str:
     if any(op.manuals):
         found += " local"
     if op.scalars:
-        found += f" scalars {', '.join(map(str, op.scalars))}"
+        found += f" scalars {', '.join(map(_position, op.scalars))}"
     if op.hint is not None:
         found += f" {op.hint}"
     if op.source.name != entry.name:
         found += f" of {op.source.name}"
     return found if op.source.origin is None else f"{found}  # {op.source.origin}"
+
+
+def _position(position: Position) -> str:
+    if isinstance(position, int) or len(position) <= 3:
+        return str(position)
+    return f"({position[0]}, {position[1]}, ..., {position[-1]})"
 
 
 def _dims(sharding: Sharding, along: tuple[int, ...] | None = None) -> str:
