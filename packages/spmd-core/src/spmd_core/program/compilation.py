@@ -17,7 +17,7 @@ from spmd_core.program.lower import Lowered, lower
 from spmd_core.program.program import Program, explained, new_record
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Replicated, Target
-from spmd_core.runtime import abstract, devices, interrupts
+from spmd_core.runtime import abstract, compile_turns, devices, disk_cache, interrupts
 from spmd_core.runtime.jax_sharding import replicated
 
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
@@ -43,8 +43,11 @@ def compile_lowered(lowered: Lowered) -> Program:
         jax.enable_x64(True),
         _metadata_in_disk_cache_key(lowered.graph),
         counters.timed(counters.Activity.COMPILING),
+        _in_turn(lowered) as turn,
     ):
         compiled = lowered.stage.compile(compiler_options=options)
+        if turn is not None:
+            disk_cache.store(turn, compiled, lowered.stage.as_text)
     compile_s = time.perf_counter() - start
     record = new_record(lowered.graph, lowered.name)
     record.trace_s, record.compile_s = lowered.trace_s, compile_s
@@ -166,6 +169,20 @@ def _analyse(compiled: Any, record: counters.ProgramRecord) -> None:
         )
     cost = compiled.cost_analysis()
     record.flops = float((cost or {}).get("flops", 0.0)) * record.num_devices
+
+
+@contextmanager
+def _in_turn(lowered: Lowered) -> Iterator[compile_turns.Turn | None]:
+    """Inside, this process waits for another one of its host that compiles the same program.
+
+    Processes with GPUs compile a common program together, as they share what they tune for it.
+    """
+    processes = {device.process_index for device in lowered.devices}
+    if abstract.run() is not None or (len(processes) > 1 and lowered.target.platform == "gpu"):
+        yield None
+        return
+    with compile_turns.taken(stores=disk_cache.stores()) as turn:
+        yield turn
 
 
 @contextmanager

@@ -4,23 +4,34 @@ jax keeps compiled programs in a folder, and executes what it finds there. It ne
 entry that it cannot read, and bounds the folder only under a lock for each read. So `ProgramCache`
 replaces jax's cache: each entry ends with a digest, and the time of its file says when it was last
 used. Entries without a digest, of earlier releases or of jax itself, are read if they unpack.
+
+Processes of one host that need the same program at once take turns (`compile_turns`).
 """
 
+import functools
 import hashlib
 import os
+import platform
 import secrets
 import stat
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from spmd_core import releases
 from spmd_core.config import config, user_cache
+from spmd_core.runtime import compile_turns
+from spmd_core.runtime.compile_turns import Turn
 
 _jax_cache = releases.jax_module("jax._src.compilation_cache", "get_file_cache")
+_jax_cache_key = releases.jax_module("jax._src.cache_key", "_hash_accelerator_config")
 
 _SUFFIX, _UNFINISHED = "-cache", ".part"
 _MARK = b"spmd-sha256:"
@@ -50,7 +61,17 @@ class ProgramCache:
         self._has_warned = False
 
     def get(self, key: str) -> bytes | None:
-        """The entry; None if there is none. A damaged one is removed, with one warning."""
+        """The entry; None if there is none, and this process is to compile.
+
+        Waits for another process of this host that is compiling it. A damaged entry is removed,
+        with one warning.
+        """
+        found, turn = self._read(key), compile_turns.this_thread.turn
+        if found is None and turn is not None:
+            found = turn.after_miss(self._path, key, lambda: self._read(key))
+        return found
+
+    def _read(self, key: str) -> bytes | None:
         path = self._file(key)
         try:
             data = path.read_bytes()
@@ -92,6 +113,8 @@ class ProgramCache:
         try:
             scratch.write_bytes(value + _MARK + hashlib.sha256(value).digest())
             scratch.replace(self._file(key))
+            if compile_turns.this_thread.turn is not None:
+                compile_turns.this_thread.turn.is_written(key)
         except BaseException:
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)
@@ -126,7 +149,8 @@ class ProgramCache:
         entries = sorted(self._entries())
         num_bytes = sum(size for _, size, _ in entries)
         for used_s, size, path in entries:
-            is_leftover = path.suffix == _UNFINISHED and used_s < time.time() - _LEFTOVER_S
+            is_old = used_s < time.time() - _LEFTOVER_S
+            is_leftover = is_old and path.suffix in (_UNFINISHED, compile_turns.SUFFIX)
             is_entry = path.name.endswith(_SUFFIX)
             if is_leftover or (is_entry and num_bytes > _KEPT * config.max_cache_bytes):
                 with suppress(OSError):
@@ -162,6 +186,69 @@ def install() -> None:
 
     made.is_of_spmd_core = True  # type: ignore[attr-defined]
     _jax_cache.get_file_cache = made
+    _share_keys()
+
+
+def _share_keys() -> None:
+    """Has all processes of a program on CPUs compute the same keys.
+
+    jax's keys have a number of the devices that differs in each of the processes. Only process 0
+    writes entries, so all others compiled in every run. This can go once XLA's topology of CPU
+    devices has the same fingerprint in all processes.
+    """
+    try:
+        of_jax = _jax_cache_key._hash_accelerator_config
+    except ImportError:
+        return
+
+    def hashed(hash_object: Any, accelerators: np.ndarray) -> None:
+        found = [*accelerators.flat]
+        if found[0].platform != "cpu" or len({device.process_index for device in found}) < 2:
+            of_jax(hash_object, accelerators)
+            return
+        places = [(device.id, device.process_index) for device in found]
+        hash_object.update(repr((places, _processor())).encode())
+
+    _jax_cache_key._hash_accelerator_config = hashed
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor and its features, for which XLA generates code."""
+    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in names}))
+
+
+def stores() -> bool:
+    """Whether jax stores each program that this process compiles, or leaves it to `store`."""
+    return jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 0.0
+
+
+def store(turn: Turn, compiled: jax.stages.Compiled, text: Callable[[], str]) -> None:
+    """Stores a program that jax does not store, as this is not process 0.
+
+    Args:
+        turn: the turn in which it was compiled.
+        compiled: the program.
+        text: returns its StableHLO. A program that calls functions of this process is not stored.
+    """
+    if turn.key is None or jax.process_index() == 0 or "callback" in text():
+        return
+    executable: Any = compiled.runtime_executable()
+    try:
+        _jax_cache.put_executable_and_time(
+            turn.key, turn.key.partition("-")[0], executable, executable.client, 0
+        )
+    except Exception as error:  # of the serialization, or ImportError: the others compile
+        warnings.warn(
+            f"program {turn.key[:40]} is not stored for the other processes: {error}. They compile "
+            "it as well.",
+            stacklevel=2,
+        )
 
 
 def _unpacks(data: bytes) -> bool:
