@@ -10,6 +10,7 @@ Hosts do not wait for each other, even if they share the folder: each has proces
 
 import functools
 import hashlib
+import importlib
 import os
 import socket
 import threading
@@ -17,15 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from spmd_core import counters
 from spmd_core.runtime import interrupts
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nobody waits
-    fcntl = None  # type: ignore[assignment]
-
+fcntl: Any = None  # where it is missing, which is not a POSIX system, nobody waits
+with suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
 SUFFIX = ".lock"
 _MOST_S = 1800.0  # a wait that is longer ends: the program is compiled twice
 _FIRST_PAUSE_S, _MOST_PAUSE_S, _LOOK_S = 0.01, 0.2, 1.0
