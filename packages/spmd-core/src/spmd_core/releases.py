@@ -9,6 +9,7 @@ work.
 import importlib
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -43,6 +44,8 @@ _STANDS_IN |= dict.fromkeys(
     ),
     "spmd_core.control_flow",
 )
+_DICT_VERSION = "torch._C._dynamo.guards.dict_version"
+_STANDS_IN[_DICT_VERSION] = "captured steps compare all that dicts hold at each call"
 _NO_STAND_IN = {
     "aten": "torch's decomposition of what replaced it, or the host, which is counted",
     "jax": "nothing: what needs it raises ImportError",
@@ -167,6 +170,25 @@ def jax_module(name: str, *used: str) -> Any:
     for attribute in lacking:
         _absent[attribute] = _STANDS_IN.get(attribute, _NO_STAND_IN["jax"])
     return _Lacking(name, module) if lacking else module
+
+
+def dict_version() -> Callable[[dict[Any, Any]], int] | None:
+    """torch's function that gives a dict a new number whenever it changes, as Dynamo needs it.
+
+    None, and listed by `versions`, where this torch lacks it, or it does not tell.
+    """
+    found: Any = torch
+    for part in _DICT_VERSION.split(".")[1:]:
+        found = getattr(found, part, None)
+    if found is not None:
+        tried = {"a": 1}
+        before = [found(tried), found(tried)]
+        tried["a"] = 2
+        if before[0] == before[1] != found(tried):
+            version: Callable[[dict[Any, Any]], int] = found
+            return version
+    _absent[_DICT_VERSION] = _STANDS_IN[_DICT_VERSION]
+    return None
 
 
 class _Lacking:

@@ -209,6 +209,16 @@ def in_step(run: Callable[[], Result]) -> Result:
         return run()
 
 
+def refuse_lost(leaf: Value) -> None:
+    """Raises ProgramError for a value whose buffer a program took over, and then failed."""
+    if _is_deleted(leaf):
+        raise ProgramError(
+            f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
+            "its start, so it is lost with all that was computed from it. Load these tensors "
+            "again, for instance from a checkpoint."
+        )
+
+
 def _execute(live: list[Storage], *, donates: bool = True) -> None:
     """Starts the program that computes these storages, and stores its results.
 
@@ -231,12 +241,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     read = [*leaves, *planned.state.sources, *planned.stacked.sources]
     for leaf in read:
         refuse_stand_in(leaf)
-        if _is_deleted(leaf):
-            raise ProgramError(
-                f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
-                "its start, so it is lost with all that was computed from it. Load these tensors "
-                "again, for instance from a checkpoint."
-            )
+        refuse_lost(leaf)
     if this_thread.cut_guard is not None:
         this_thread.cut_guard.before_program(planned.key)
     floats, ints, complexes = start.by_kind(numbers)

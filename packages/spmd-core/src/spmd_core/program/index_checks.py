@@ -93,12 +93,19 @@ def note_reads(leaves: Sequence[Value]) -> None:
     """
     if not _num_started or recorders.is_alone():
         return
-    own = recorders.current()
     for leaf in leaves:
-        _, maker = getattr(leaf, "checked", (0, own))
-        if maker is not own and maker not in own.sources:
-            own.sources.update(maker.sources)
-            own.sources.add(maker)
+        note_read(getattr(leaf, "checked", None))
+
+
+def note_read(checked: tuple[int, Recorder] | None) -> None:
+    """Records that a program of this thread reads a value with this `Value.checked`."""
+    if checked is None:
+        return
+    _, maker = checked
+    own = recorders.current()
+    if maker is not own and maker not in own.sources:
+        own.sources.update(maker.sources)
+        own.sources.add(maker)
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ from spmd_core import counters, dtypes
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.recorders import lock
-from spmd_core.graph.storage import Storage, read
+from spmd_core.graph.storage import Storage, View, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Indices, OpResult, Spec, Value
 from spmd_core.ops import registry
@@ -85,7 +85,7 @@ def look_up(
         if kind is XLAShardedTensor:
             handle = a._handle
             key.append(handle.spec)
-            inputs.append(handle.value if handle.__class__ is Storage else handle.current())
+            inputs.append(handle.current() if handle.__class__ is View else handle.value)
         elif kind in NUMBERS:
             position = len(key) - 2
             if position in call.numbers and not (kind is int and position in call.static_when_int):

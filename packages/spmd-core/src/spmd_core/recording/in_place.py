@@ -112,7 +112,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
                 numbers.append(random_stream.draw(kwargs.get("generator")))
                 if random_stream.position.make is not None:
                     entry, inputs = mixed(entry, inputs)
-            if handle.__class__ is Storage:
+            if isinstance(handle, Storage):
                 handle.write(Value(entry, inputs, numbers))
             elif writes_one_value is not None and writes_one_value(args):
                 write_one_value(handle, Value(entry, inputs, numbers))

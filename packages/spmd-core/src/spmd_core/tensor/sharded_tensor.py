@@ -16,7 +16,7 @@ from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
-from spmd_core.tensor import shards, stored_bytes
+from spmd_core.tensor import changes, shards, stored_bytes
 from spmd_core.tensor.device_storage import DeviceStorage
 from spmd_core.tensor.gradient_sharding import GradientSharding
 from spmd_core.tensor.logical_device import XLA_DEVICE
@@ -64,6 +64,11 @@ class XLAShardedTensor(torch.Tensor):
     _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpecLike], None]
     # Shared with the hook that constrains this tensor's gradients; None without that hook.
     _gradient_sharding: "GradientSharding | None" = None
+    # Whether changes are counted (`tensor.changes`): of these, and where `note` is called below.
+    _is_watched = False
+    __dict__ = changes.noting("__dict__")
+    _backward_hooks = changes.noting("_backward_hooks")
+    _post_accumulate_grad_hooks = changes.noting("_post_accumulate_grad_hooks")
     # Set by `marks.dtensor`: torch's DTensor interface.
     device_mesh: Any
     placements: Any
@@ -318,6 +323,7 @@ class XLAShardedTensor(torch.Tensor):
                 new = wrap_alias(new._handle)
             torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
+        changes.note(self)
         if self._gradient_sharding is not None:
             self._gradient_sharding.follow(new._handle)
 
@@ -367,6 +373,7 @@ class XLAShardedTensor(torch.Tensor):
         """As torch's method; from here on, gradients of a marked leaf follow its sharding."""
         with torch._C.DisableTorchFunctionSubclass():
             super().requires_grad_(requires_grad)
+        changes.note(self)
         if (
             requires_grad
             and self._handle.sharding is not None
@@ -400,7 +407,7 @@ def _copy_of(handle: Handle, memo: dict[Any, Any]) -> Handle:
 
 
 # The attributes of a tensor that are this project's or torch's.
-_INTERNAL = ("_handle", "_gradient_sharding", "_is_param")
+_INTERNAL = ("_handle", "_gradient_sharding", "_is_param", "_is_watched")
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -475,6 +482,7 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
     with torch._C._DisableTorchDispatch():
         _as_strided_.redispatch(_METADATA_KEYS, tensor, spec.size, spec.strides, handle.offset)
     tensor._handle = handle
+    changes.note(tensor)
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:

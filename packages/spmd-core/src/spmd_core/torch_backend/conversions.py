@@ -20,6 +20,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import leaves
 from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor import changes
 from spmd_core.tensor.gradient_sharding import GradientSharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of
 from spmd_core.torch_backend.subclasses import device_class, user_class
@@ -75,6 +76,8 @@ def _move(parameter: nn.Parameter, moved: torch.Tensor, gradient: torch.Tensor |
         _refuse_backward(parameter)
     leaves_device = isinstance(parameter, XLAShardedTensor)
     mark = _mark_of(parameter) if leaves_device else _marks.pop(parameter, None)
+    if leaves_device:
+        changes.note(parameter)
     # A new object, to which nothing else refers.
     new: Any = torch.Tensor._make_subclass(nn.Parameter, moved, requires_grad)
     # As in `torch.utils.swap_tensors`, which refuses parameters to which something else refers.

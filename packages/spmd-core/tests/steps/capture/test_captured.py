@@ -453,9 +453,9 @@ def test_a_failure_loses_nothing(monkeypatch):
     def fails(*args):
         raise spmd.errors.ProgramError("no")
 
-    kind = next(k for k in run.step._kinds.values() if k.replay is not None)
+    kind = next(k for k in run.step._kinds.values() if k.replays)
     with monkeypatch.context() as patch:
-        patch.setattr(type(kind.replay._program), "run", fails)
+        patch.setattr(type(kind.replays[0]._program), "run", fails)
         with pytest.raises(spmd.errors.ProgramError, match="no"):
             run.call(seed=9)
     for a, b in zip(run.values(), before, strict=True):

@@ -27,7 +27,8 @@ class Kind(Enum):
 
     ARGUMENT = "a tensor among the arguments of the call"
     STATE = "a tensor that the step reaches, and that lives on"
-    GRADIENT = "the gradient that the call gives a parameter"
+    GRADIENT = "the gradient that a parameter has before the call"
+    NEW_GRADIENT = "the gradient that the call gives a parameter"
     CONSTANT = "data from the host, the same in each call"
     RESULT = "a tensor that the call returns"
     STACK = "tensors that the step reaches, whose data lies in one array"
@@ -40,7 +41,7 @@ class Binding:
     Attributes:
         kind: as above.
         index: of an argument, and of a result among the tensors that the call returns; else 0.
-        path: of state and gradients: where the step reaches the tensor.
+        path: of state, where the step reaches the tensor; of a gradient, its parameter.
         storage: of state.
         data: of a constant: its elements.
         rows: of a stack: the storages of its rows.
@@ -59,7 +60,7 @@ class Binding:
             return False
         if self.kind is Kind.STATE:
             return self.storage is other.storage
-        if self.kind is Kind.GRADIENT:
+        if self.kind in (Kind.GRADIENT, Kind.NEW_GRADIENT):
             return self.path == other.path
         if self.kind is Kind.STACK:
             return self.rows == other.rows
@@ -68,41 +69,60 @@ class Binding:
         return self.data.dtype == other.data.dtype and (self.data.tobytes() == other.data.tobytes())
 
 
-def state_of(reached: Reached) -> dict[Storage, str]:
-    """The storages of all tensors that a step reaches, with their paths; gradients among them."""
-    found: dict[Storage, str] = {}
-    for path, tensor in reached.tensors.items():
-        found.setdefault(tensor._handle.storage, path)
-    for path, grad in reached.grads.items():
-        if isinstance(grad, XLAShardedTensor):
-            found.setdefault(grad._handle.storage, f"{path}.grad")
-    return found
+@dataclass(frozen=True)
+class Owned:
+    """The storages of what a step reaches, each with a path.
+
+    Attributes:
+        tensors: of the tensors.
+        grads: of the gradients of these, with the path of the parameter.
+    """
+
+    tensors: Mapping[Storage, str]
+    grads: Mapping[Storage, str]
+
+    @staticmethod
+    def of(reached: Reached) -> "Owned":
+        """Those of what was reached."""
+        tensors: dict[Storage, str] = {}
+        grads: dict[Storage, str] = {}
+        for path, tensor in reached.tensors.items():
+            tensors.setdefault(tensor._handle.storage, path)
+        for path, grad in reached.grads.items():
+            if isinstance(grad, XLAShardedTensor):
+                grads.setdefault(grad._handle.storage, path)
+        return Owned(tensors, grads)
+
+    def __contains__(self, storage: Storage) -> bool:
+        return storage in self.tensors or storage in self.grads
 
 
 def of_leaves(
-    plan: CutPlan, arguments: Sequence[Storage], state: Mapping[Storage, str], after: Reached
+    plan: CutPlan, arguments: Sequence[Storage], before: Owned, after: Owned
 ) -> list[Binding]:
     """Where the program's inputs come from.
 
     Args:
         plan: the program's, which was started.
         arguments: the storages of the tensors among the arguments.
-        state: those that the step reached before the call.
+        before: what the step reached before the call.
         after: what it reached after the call: state may begin in it.
 
     Raises:
         CaptureError: an input is a tensor that the step cannot be seen to reach.
     """
     found = []
-    born = {tensor._handle.storage: path for path, tensor in after.tensors.items()}
+    state, born = before.tensors, after.tensors
     stacks = {stack.value: stack.storages() for stack, _ in plan.stacked.rows.values()}
     for leaf in plan.leaves:
         owner = leaf.owner() if leaf.owner is not None else None
         rows = [s for s in stacks.get(leaf, ()) if s is not None]
-        if rows and len(rows) == len(stacks[leaf]) and all(s in state or s in born for s in rows):
+        if rows and len(rows) == len(stacks[leaf]) and all(s in before or s in born for s in rows):
             found.append(Binding(Kind.STACK, rows=tuple(rows)))
         elif owner is not None and owner in state:
             found.append(Binding(Kind.STATE, path=state[owner], storage=owner))
+        elif owner is not None and owner in before.grads:
+            found.append(Binding(Kind.GRADIENT, path=before.grads[owner]))
         elif owner is not None and owner in arguments:
             found.append(Binding(Kind.ARGUMENT, list(arguments).index(owner)))
         elif owner is not None and owner in born:
@@ -149,8 +169,8 @@ def _made_at(leaf: Value) -> str:
 def of_results(
     plan: CutPlan,
     arguments: Sequence[Storage],
-    state: Mapping[Storage, str],
-    after: Reached,
+    before: Owned,
+    after: Owned,
     returned: Sequence[Any],
 ) -> list[Binding]:
     """Where the program's results go.
@@ -158,7 +178,7 @@ def of_results(
     Args:
         plan: the program's, which was started.
         arguments: the storages of the tensors among the arguments.
-        state: those that the step reached before the call.
+        before: what the step reached before the call.
         after: what it reached after the call.
         returned: what the call returned.
 
@@ -166,19 +186,16 @@ def of_results(
         CaptureError: a tensor that the call made lives on, and is not returned; or one that is
             returned is none of these.
     """
-    own = {
-        grad._handle.storage: path
-        for path, grad in after.grads.items()
-        if isinstance(grad, XLAShardedTensor)
-    }
-    born = {tensor._handle.storage: path for path, tensor in after.tensors.items()}
+    state, born = before.tensors, after.tensors
     results: dict[Storage, int] = {}
     for i, tensor in enumerate(returned):
         if isinstance(tensor, XLAShardedTensor):
             results.setdefault(tensor._handle.storage, i)
     live = [r for s in plan.live for r in (s.rows if isinstance(s, StackStorage) else [s])]
-    known = {*live, *arguments, *state, *own, *born}
-    if strange := next((s for s in results if s not in known), None):
+    known = {*live, *arguments}
+    if strange := next(
+        (s for s in results if s not in known and s not in before and s not in after), None
+    ):
         raise CaptureError(
             "a tensor that a captured step returns is a result of its program, an argument, or "
             f"state; got a constant, {strange.spec!r}. Return its clone()."
@@ -186,13 +203,15 @@ def of_results(
     found = []
     for storage in plan.live:
         if isinstance(storage, StackStorage):
-            found.append(_of_stack(storage, state, born, own))
+            found.append(_of_stack(storage, before, after))
         elif storage in state:
             found.append(Binding(Kind.STATE, path=state[storage], storage=storage))
+        elif storage in before.grads:
+            found.append(Binding(Kind.GRADIENT, path=before.grads[storage]))
         elif storage in arguments:
             found.append(Binding(Kind.ARGUMENT, list(arguments).index(storage)))
-        elif storage in own:
-            found.append(Binding(Kind.GRADIENT, path=own[storage]))
+        elif storage in after.grads:
+            found.append(Binding(Kind.NEW_GRADIENT, path=after.grads[storage]))
         elif storage in born:
             found.append(Binding(Kind.STATE, path=born[storage], storage=storage))
         elif storage in results:
@@ -202,15 +221,10 @@ def of_results(
     return found
 
 
-def _of_stack(
-    stack: StackStorage,
-    state: Mapping[Storage, str],
-    born: Mapping[Storage, str],
-    own: Mapping[Storage, str],
-) -> Binding:
+def _of_stack(stack: StackStorage, before: Owned, after: Owned) -> Binding:
     """Where a result that is a stack goes."""
     for storage in stack.rows:
-        if storage not in state and storage not in born and storage not in own:
+        if storage not in before and storage not in after:
             raise _kept_by_something(storage)
     return Binding(Kind.STACK, rows=tuple(stack.rows))
 

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -14,66 +14,38 @@ import torch
 from torch.utils import _pytree
 
 from spmd_core.config import config
-from spmd_core.debugging.recompiles import explain
 from spmd_core.errors import CaptureError
-from spmd_core.graph.storage import Storage, View
+from spmd_core.graph import recorders
+from spmd_core.graph.storage import Storage, View, failed, pending_elsewhere
 from spmd_core.graph.values import Entry
-from spmd_core.program import cut_guard
-from spmd_core.program.compile_cache import Compiled, Key
+from spmd_core.program import cut_guard, execution
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
 from spmd_core.runtime import abstract
-from spmd_core.steps.capture import bindings, code_names, host_effects, numbers, reachable
-from spmd_core.steps.capture.bindings import Binding
-from spmd_core.steps.capture.numbers import Live
+from spmd_core.steps.capture import (
+    agreement,
+    bindings,
+    code_names,
+    host_effects,
+    numbers,
+    reachable,
+)
+from spmd_core.steps.capture.agreement import Outcome, Recording
+from spmd_core.steps.capture.bindings import Owned
+from spmd_core.steps.capture.gradients import Installed, Pattern
 from spmd_core.steps.capture.reachable import Reached
-from spmd_core.steps.capture.replay import Outcome, Replay
+from spmd_core.steps.capture.replay import Replay
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of, wrap_alias
 
 # A call that never agrees with the one before it is an error after so many.
 _MOST_RECORDED = 8
+# In a loop that does several things in turns, so many are known.
+_MOST_PATTERNS = 8
 # Of so many kinds of arguments, the newest are kept.
 _MOST_KINDS = 64
 # A recording changes what the whole process has: its streams and its settings.
 _one_at_a_time = threading.RLock()
-
-
-@dataclass(eq=False)
-class Recording:
-    """A call that was recorded.
-
-    Attributes:
-        plan: what was started; None once it is compared, as it keeps data.
-        key: the program's.
-        numbers: the program's scalar inputs.
-        program: the program.
-        inputs: where its inputs came from.
-        results: where its results went.
-        draws: the seeds that it drew, each behind its generator.
-        group_values: the values of param_groups, by path.
-        has_gradients: whether each parameter had a gradient before the call, by path.
-        outcome: what it returned, without tensors once it is compared.
-        change: how the call changed what it reaches, in words; None if it did not.
-        since: what had changed since the call before it, but numbers of param_groups.
-        after: what it reached at its end.
-        decides_by_groups: whether its Python may have decided by numbers of param_groups.
-    """
-
-    plan: CutPlan | None
-    key: Key
-    numbers: list[Any]
-    program: Program
-    inputs: list[Binding]
-    results: list[Binding]
-    draws: list[tuple[torch.Generator | None, int]]
-    group_values: dict[str, Any]
-    has_gradients: dict[str, bool]
-    outcome: Outcome
-    change: str | None
-    since: str | None
-    after: Reached
-    decides_by_groups: bool
 
 
 @dataclass(eq=False)
@@ -82,17 +54,16 @@ class _Kind:
 
     Attributes:
         kept: the arguments that are compared by identity.
-        last: the last call that was recorded.
-        replay: what later calls run; None until two calls agree.
-        live: the numbers that are known to be read from param_groups.
-        num_apart: how many calls in a row did not agree with the one before them.
+        recordings: the newest calls that were recorded, with the present tensors.
+        replays: what later calls run, the newest one first: in a loop that does several things in
+            turns, each thing is one of these.
+        num_apart: how many recorded calls in a row agreed with none before them.
         apart: how the last of these did not, in words.
     """
 
     kept: list[Any]
-    last: Recording | None = None
-    replay: Replay | None = None
-    live: tuple[Live, ...] = ()
+    recordings: list[Recording] = field(default_factory=list)
+    replays: list[Replay] = field(default_factory=list)
     num_apart: int = 0
     apart: str | None = None
 
@@ -125,14 +96,13 @@ class Captured:
             leaves = [_on_device(leaf) for leaf in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
             kind = self._kind(leaves, tree)
-            replay = kind.replay
-            if replay is not None and _may_replay() and replay.ready(tensors):
-                values = replay.numbers()
-                if values is not None:
-                    found = replay(tensors, values)
-                    self.replayed += 1
-                    return found
-            return self._record(kind, leaves, tree, tensors)
+            chosen = _chosen(kind, tensors) if kind.replays and _may_replay() else None
+            if chosen is None:
+                return self._record(kind, leaves, tree, tensors)
+            replay, numbers = chosen
+            found = replay(tensors, numbers)
+            self.replayed += 1
+            return found
 
     def _kind(self, leaves: Sequence[Any], tree: Any) -> _Kind:
         kept: list[Any] = []
@@ -177,9 +147,9 @@ class Captured:
     def _record(
         self, kind: _Kind, leaves: list[Any], tree: Any, tensors: list[XLAShardedTensor]
     ) -> Any:
-        """Records a call, and captures it if the call before agrees."""
+        """Records a call, and captures it if one before agrees."""
         before = reachable.walk(self._function, kind.kept, self._names)
-        self.reason, since = self._reason(kind, before)
+        self.reason = self._reason_of(kind, before)
         started: list[tuple[CutPlan, Program]] = []
         with _lines(), host_effects.noted() as effects:
             outcome: list[Outcome] = []
@@ -207,42 +177,55 @@ class Captured:
             )
         ((plan, program),) = started
         arguments = [t._handle.storage for t in tensors]
-        own_state = bindings.state_of(before)
+        owned = Owned.of(before), Owned.of(after)
+        inputs = bindings.of_leaves(plan, arguments, *owned)
+        results = bindings.of_results(plan, arguments, *owned, outcome[0].leaves)
         recording = Recording(
             plan,
             plan.key,
             plan.numbers,
             program,
-            bindings.of_leaves(plan, arguments, own_state, after),
-            bindings.of_results(plan, arguments, own_state, after, outcome[0].leaves),
+            inputs,
+            results,
             effects.seeds(),
             {path: after.number(path) for path in after.numbers},
-            {path: grad is not None for path, grad in before.grads.items()},
+            Pattern.of(before.grads, after.grads),
             outcome[0],
             reachable.difference(before, after),
-            since,
             after,
             _decides_by_groups(effects.group_readers, after),
+            agreement.problem(before, after, results, outcome[0]),
         )
-        self._compare(kind, recording, tensors)
+        self._compare(kind, recording, before, tensors)
         return found
 
-    def _reason(self, kind: _Kind, before: Reached) -> tuple[str, str | None]:
-        """Why a call is recorded, and what has changed since the last one but param_groups."""
-        if kind.last is None:
-            return "no call before it had such arguments", None
-        since = reachable.difference(kind.last.after, before, but_numbers=True)
-        changed = since or reachable.difference(kind.last.after, before)
-        if changed is None and kind.replay is None:
+    def _reason_of(self, kind: _Kind, before: Reached) -> str:
+        """Why a call is recorded."""
+        if not kind.recordings:
+            return "no call before it had such arguments"
+        newest = kind.recordings[-1]
+        changed = reachable.difference(
+            newest.after, before, but_numbers=True
+        ) or reachable.difference(newest.after, before)
+        if changed is None and not kind.replays:
             changed = kind.apart
-        return changed or "gradients, threads or modes are others", since
+        return changed or "gradients, threads or modes are others"
 
-    def _compare(self, kind: _Kind, now: Recording, tensors: Sequence[XLAShardedTensor]) -> None:
-        """Captures the call if it agrees with the one before."""
-        last, kind.last, kind.replay = kind.last, now, None
-        apart = _disagreement(last, now)
+    def _compare(
+        self, kind: _Kind, now: Recording, before: Reached, tensors: Sequence[XLAShardedTensor]
+    ) -> None:
+        """Captures the call if it agrees with one before."""
+        # Others would keep tensors that are no longer there.
+        kind.replays = [r for r in kind.replays if now.after.has_tensors_of(r.reached)]
+        kind.recordings = [r for r in kind.recordings if now.after.has_tensors_of(r.after)]
+        last = agreement.newest_alike(kind.recordings, before)
+        apart = agreement.disagreement(last, now)
+        if last is None and kind.recordings and now.change is None:
+            apart = f"what it reaches changes between the calls: {self.reason}"
         kind.apart = apart
+        kind.recordings = [*kind.recordings, now][-_MOST_PATTERNS:]
         if apart is not None:
+            now.forget()
             kind.num_apart += 1
             if kind.num_apart > _MOST_RECORDED:
                 raise CaptureError(
@@ -250,10 +233,26 @@ class Captured:
                     f"calls with such arguments {_name(self._function)} does not: {apart}. Keep "
                     "what varies outside of the step, or use compile(step) without capture."
                 )
-            _forget(now)
             return
-        assert last is not None and now.plan is not None
+        assert last is not None
         kind.num_apart = 0
+        kind.recordings.remove(last)
+        try:
+            replay = self._replay(last, now, before, tensors)
+        finally:
+            now.forget()
+        others = [r for r in kind.replays if not r.is_for(before)]
+        kind.replays = [replay, *others][:_MOST_PATTERNS]
+
+    def _replay(
+        self,
+        last: Recording,
+        now: Recording,
+        before: Reached,
+        tensors: Sequence[XLAShardedTensor],
+    ) -> Replay:
+        """What later calls run that do what two recorded ones did."""
+        assert now.plan is not None
         entries = [x for x in now.key.structure if isinstance(x, Entry)]
         found = numbers.compared(
             last.numbers,
@@ -262,68 +261,53 @@ class Captured:
             [seed for _, seed in now.draws],
             now.plan,
             (last.group_values, now.after),
-            kind.live,
+            last.live,
         )
-        kind.live = found.live
-        patterns = (last.has_gradients, now.has_gradients)
-        kind.replay = Replay(
-            now.plan,
-            now.program,
-            inputs=now.inputs,
-            results=now.results,
-            numbers=found,
-            generators=[generator for generator, _ in now.draws],
-            reached=now.after,
-            may_vary=() if now.decides_by_groups else found.paths(),
-            has_gradients=patterns[1] if patterns[0] == patterns[1] else None,
-            outcome=now.outcome,
+        now.live = found.live
+        installed = self._installed(now)
+        return Replay(
+            now,
+            last.gradients,
+            found,
+            before=before.grads,
+            installed=installed,
             arguments=tensors,
         )
-        _forget(now)
+
+    def _installed(self, now: Recording) -> Installed:
+        """The gradients of all captured calls with the parameters of a call."""
+        parameters = [now.after.tensors[path] for path in now.after.grads]
+        for kind in self._kinds.values():
+            for replay in kind.replays:
+                installed = replay.gradients.installed
+                if [*map(id, installed.parameters)] == [*map(id, parameters)]:
+                    return installed
+        return Installed(parameters)
 
 
-def _forget(recording: Recording) -> None:
-    """Drops what would keep tensors and values of a call; what is compared later stays."""
-    recording.plan = None
-    recording.after.grads.clear()
-    kinds = [None if isinstance(x, torch.Tensor) else x for x in recording.outcome.leaves]
-    recording.outcome = Outcome(recording.outcome.tree, kinds)
+def _chosen(kind: _Kind, tensors: Sequence[XLAShardedTensor]) -> tuple[Replay, list[Any]] | None:
+    """The replay that does what a call would do, with its numbers; None if no one does.
 
-
-def _disagreement(last: Recording | None, now: Recording) -> str | None:
-    """How a call differs from the one before, in words; None if its program can be replayed."""
-    if now.change is not None:
-        return f"it changes what it reaches: {now.change}"
-    if last is None:
-        return "there is no call to compare it with"
-    if now.since is not None:
-        return f"what it reaches changes between the calls: {now.since}"
-    if last.key != now.key:
-        before, new_one = (Compiled(x.key, x.program.graph, x.program.record) for x in (last, now))
-        changes = explain(new_one, [before]).changes
-        return "it is another program" + "".join(f"; {c.text}" for c in changes[:3])
-    for what, old, new in (
-        ("input", last.inputs, now.inputs),
-        ("result", last.results, now.results),
-    ):
-        for i, (a, b) in enumerate(zip(old, new)):
-            if not a.agrees(b):
-                return f"{what} {i} of its program is {_bound(b)}, and was {_bound(a)}"
-    if last.outcome.tree != now.outcome.tree:
-        return "it returns another structure"
-    for a, b in zip(last.outcome.leaves, now.outcome.leaves):
-        if isinstance(b, XLAShardedTensor):
-            if a is not None:
-                return f"it returns a tensor, and returned {a!r}"
-        elif type(a) is not type(b) or a != b:
-            return f"it returns {b!r}, and returned {a!r}; a captured step returns tensors"
-    if len(last.draws) != len(now.draws):
-        return f"it draws {len(now.draws)} seeds, and drew {len(last.draws)}"
+    Ends the step that is pending in this thread, if any.
+    """
+    own = recorders.current()
+    if own.storages or len(recorders.cut_here()) > 1:
+        execution.end_step()  # first, as closures at the end of a step may change anything
+    if failed() or pending_elsewhere():
+        return None
+    now: list[Any] = []
+    of: Installed | None = None
+    for i, replay in enumerate(kind.replays):
+        if replay.gradients.installed is not of:
+            of = replay.gradients.installed
+            now = of.now()
+        if replay.ready(tensors, now):
+            numbers = replay.numbers()
+            if numbers is not None:
+                if i:
+                    kind.replays.insert(0, kind.replays.pop(i))
+                return replay, numbers
     return None
-
-
-def _bound(binding: Binding) -> str:
-    return f"{binding.kind.value}" + (f" ({binding.path})" if binding.path else "")
 
 
 def _on_device(leaf: Any) -> Any:

@@ -72,7 +72,10 @@ class Reached:
     Attributes:
         values: every value.
         tensors: the tensors on the device, each once.
-        grads: the gradients of these, by the path of the tensor; None where there is none.
+        grads: the gradients of parameters and of others of these that have or may get one, by the
+            path of the tensor; None where there is none.
+        trained: the paths of the tensors that require gradients.
+        attributed: those of the tensors whose attributes matter: not the state of an optimizer.
         numbers: the numbers of param_groups, each as its mapping and its key there.
         mappings: those whose keys and values must stay.
         sequences: those whose items must stay.
@@ -88,6 +91,8 @@ class Reached:
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, XLAShardedTensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    attributed: list[XLAShardedTensor] = field(default_factory=list)
     numbers: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
     mappings: list[dict[Any, Any]] = field(default_factory=list)
     sequences: list[Collection[Any]] = field(default_factory=list)
@@ -103,6 +108,13 @@ class Reached:
         """The number of a param_group, as it is at the moment."""
         mapping, key = self.numbers[path]
         return mapping.get(key)
+
+    def has_tensors_of(self, other: "Reached") -> bool:
+        """Whether the tensors are those that were reached otherwise, at the same paths."""
+        mine, others = self.tensors, other.tensors
+        return len(mine) == len(others) and all(
+            others.get(path) is tensor for path, tensor in mine.items()
+        )
 
 
 def walk(function: Any, arguments: Sequence[Any] = (), names: Iterable[str] = ()) -> Reached:
@@ -145,7 +157,14 @@ def difference(before: Reached, after: Reached, *, but_numbers: bool = False) ->
         if old is not value and not _are_equal(old, value):
             return f"{path} is {_text(value)} in place of {_text(old)}"
     gone = next((path for path in before.values if path not in after.values), None)
-    return None if gone is None else f"{gone} is gone"
+    if gone is not None:
+        return f"{gone} is gone"
+    other = next(iter(before.trained ^ after.trained), None)
+    if other is not None:
+        is_trained = other in after.trained
+        return f"{other}.requires_grad is {is_trained} in place of {not is_trained}"
+    other = next(iter(before.grads.keys() ^ after.grads.keys()), None)
+    return None if other is None else f"{other}.grad is there in one of both"
 
 
 def written_on_host(before: Reached, after: Reached) -> str | None:
@@ -179,6 +198,7 @@ class _Walk:
         self.reached, self.names, self._known = Reached(), set(names), set(names)
         self._seen: set[int] = set()
         self._groups: set[int] = set()
+        self._of_optimizers: set[int] = set()  # tensors of their state
         self._waiting: deque[tuple[str, Any]] = deque()
         self._kept: list[Any] = []  # made by the walk: an id stays one object's
 
@@ -254,8 +274,15 @@ class _Walk:
             self._contents(path, tensor)
             return
         reached.tensors[path] = tensor
-        if tensor.is_leaf and tensor.requires_grad:
-            reached.grads[path] = tensor.grad
+        if tensor.requires_grad:
+            reached.trained.add(path)
+        if tensor.is_leaf:
+            grad = tensor.grad
+            is_parameter = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+            if is_parameter or grad is not None:
+                reached.grads[path] = grad
+        if id(tensor) not in self._of_optimizers:
+            reached.attributed.append(tensor)
         if attributes := attributes_of(tensor):
             self._some(path, tensor.__dict__, sorted(attributes))
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -342,6 +369,10 @@ class _Walk:
         of_user = not _is_library_class(kind)
         if isinstance(value, torch.optim.Optimizer):
             self._groups |= {id(group) for group in value.param_groups}
+            states = (s.values() for s in value.state.values() if isinstance(s, dict))
+            self._of_optimizers |= {
+                id(x) for items in states for x in items if isinstance(x, torch.Tensor)
+            }
         if isinstance(value, _OWNERS) and id(_GLOBAL_HOOKS) not in self._seen:
             self._seen.add(id(_GLOBAL_HOOKS))
             self._wait(_GLOBAL_HOOKS)
