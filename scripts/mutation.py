@@ -172,13 +172,17 @@ def tests_that_reach(fault: Fault) -> list[str]:
     return sorted(found, key=lambda test: (not test.startswith(folder), test))[:MOST]
 
 
-def tests_of_module(fault: Fault, before: str | None) -> list[str]:
-    """The function that caught the fault before, if it is still there, then the module's files."""
-    file, _, name = (before or "").partition("[")[0].partition("::")
-    is_there = bool(name) and (ROOT / file).exists() and f"def {name}(" in (ROOT / file).read_text()
+def tests_of_module(fault: Fault) -> list[str]:
+    """The files of tests that have the module's name."""
     files = sorted((ROOT / _folder(fault)).rglob(f"test_{Path(fault.file).stem}*.py"))
-    own = [str(path.relative_to(ROOT)) for path in files]
-    return [*([f"{file}::{name}"] if is_there else []), *own]
+    return [str(path.relative_to(ROOT)) for path in files]
+
+
+def functions_of(test: str | None) -> list[str]:
+    """The function of a test that caught a fault before, if it is still there."""
+    file, _, name = (test or "").partition("[")[0].partition("::")
+    is_there = bool(name) and (ROOT / file).exists() and f"def {name}(" in (ROOT / file).read_text()
+    return [f"{file}::{name}"] if is_there else []
 
 
 def _folder(fault: Fault) -> str:
@@ -202,22 +206,26 @@ def planted_lines(text: str, fault: Fault) -> range:
 
 
 def steps_of(
-    fault: Fault, before: str | None, last: str, reach: Callable[[], None]
+    fault: Fault, before: str | None, args: argparse.Namespace, reach: Callable[[], None]
 ) -> Iterator[tuple[str, list[str]]]:
     """The runs of tests against a fault, in their order: the tier, and pytest's arguments.
 
     Args:
         fault: what is planted.
         before: the test that caught it in an earlier run.
-        last: the step of `STEPS` after which to stop.
+        args: of `options`.
         reach: makes the map of reached lines.
     """
-    chosen = STEPS[: STEPS.index(last) + 1]
-    if own := tests_of_module(fault, before):
+    chosen = STEPS[: STEPS.index(args.last_step) + 1]
+    known = functions_of(before)
+    if args.first:
+        yield "fast", args.first
+        yield "default", ["-m", "slow", *args.first]
+    if own := [*known, *tests_of_module(fault)]:
         yield "fast", own
     if "folder" in chosen:
         yield "fast", [_folder(fault)]
-        yield "default", ["-m", "slow", _folder(fault)]
+        yield "default", ["-m", "slow", *known, _folder(fault)]
     if "reached" in chosen:
         reach()
         if reached := tests_that_reach(fault):
@@ -320,6 +328,14 @@ def options() -> argparse.Namespace:
         "(default)",
     )
     parser.add_argument(
+        "--first",
+        action="append",
+        default=[],
+        metavar="TESTS",
+        help="a file, folder or function of tests to run before these steps, the slow ones, too: "
+        "of what should catch the faults in another folder",
+    )
+    parser.add_argument(
         "--resume", action="store_true", help="leave out the faults that the table has as caught"
     )
     parser.add_argument(
@@ -369,7 +385,7 @@ def run(
         copy = free.get()
         try:
             before = known[fault].test if fault in known else None
-            steps = steps_of(fault, before, args.last_step, reach)
+            steps = steps_of(fault, before, args, reach)
             return outcome_of(fault, copy, steps, tier=args.tier)
         finally:
             free.put(copy)

@@ -271,9 +271,9 @@ FAULTS = (
     ),
     Fault(
         "spmd_core/program/initial_state.py",
-        "state that begins as a wide copy of a parameter begins in its dtype",
-        "conversions = tuple(map(dtypes.to_jax, beginning.dtypes))",
-        "conversions = ()",
+        "an initial value that the step returns, too, counts as state",
+        "is_input = value in read and value not in results and",
+        "is_input = value in read and",
     ),
     Fault(
         "spmd_core/program/initial_state.py",

@@ -86,6 +86,21 @@ def test_a_growing_dim_that_is_split_compiles_for_each_size(mesh_1d, num_devices
         assert torch.equal(grown.cpu()[-n:], torch.ones(n, 4))
 
 
+def test_another_layout_has_a_program_of_its_own(mesh_2d, num_devices):
+    if num_devices == 1:
+        pytest.skip("one device has one layout")
+
+    def compiles(size, axis):
+        x = torch.linspace(-1, 1, 8 * size).reshape(size, 8)
+        ours = spmd.mark_sharding(x.to("xla"), mesh_2d, (None, axis)).exp().cumsum(0)
+        torch.testing.assert_close(ours.cpu(), x.exp().cumsum(0))
+        return counter("compiles")
+
+    *_, shared = (compiles(size, "a") for size in (5, 7, 9))
+    assert compiles(11, "a") == shared
+    assert compiles(11, "b") == shared + 1
+
+
 GROWING = {
     "softmax": lambda x: F.softmax(x, 0),
     "log_softmax": lambda x: F.log_softmax(x, 0),
