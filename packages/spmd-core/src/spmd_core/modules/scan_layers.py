@@ -55,7 +55,8 @@ def scan_layers(
             what is no tensor.
         WrapError: the layers differ in classes, in the names, shapes, dtypes or marks of their
             parameters and buffers, or in an attribute that forward reads.
-        ControlFlowError: a layer writes to a buffer, or reads a value on the host.
+        ControlFlowError: a layer writes to a buffer, reads a value on the host, or keeps a tensor
+            that it computes.
         ValueError: an argument for each layer has not the number of layers.
 
     Example:
@@ -86,7 +87,7 @@ def scan_layers(
     def step(layer: nn.Module, x: Any, own: Any) -> tuple[Any, Any]:
         return result.split(x, call(layer, x, own), layer)
 
-    x, others = run_layers(modules, step, x, xs)
+    x, others = run_layers(modules, step, x, xs, may_keep=False)
     return result.joined(x, others, len(modules))
 
 
