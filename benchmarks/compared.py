@@ -82,6 +82,18 @@ BENCHMARKS = {
             Amount("compiles_after_warm_up"),
         ),
     ),
+    "fixed_llama_step": Benchmark(
+        ("setup",),
+        (
+            *(
+                Ratio(f"ours_s.{name}", f"reference_s.{name}")
+                for name in ("wall", "cpu", "burst_wall", "burst_cpu")
+            ),
+            Amount("num_ops"),
+            Amount("compiles"),
+            Amount("compiles_after_warm_up"),
+        ),
+    ),
     "generate": Benchmark((), (Amount("runs[cache,bounded].programs"),)),
     "gpt2_strategies": Benchmark(
         (), (Amount("strategies.*.peak_bytes"), Amount("strategies.*.sent_bytes"))

@@ -34,7 +34,8 @@ from tqdm import trange
 
 import spmd_core as spmd
 from benchmarks import jax_gpt2_step as reference
-from benchmarks.fixed_step import Ours, paired_ratio
+from benchmarks.fixed_step import Ours
+from benchmarks.paired_steps import paired_ratio
 from spmd_core.program import compile_cache
 
 WARM_UP = 4

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fixed_step import paired_ratio
 from benchmarks.loss_agreement import largest_relative_difference
 from benchmarks.memory import shard_bytes
+from benchmarks.paired_steps import paired_ratio
 from benchmarks.report import Samples, Table, publish
 
 TABLE = Table("Title", ["name", "value"], [["a", "1"], ["b", "2"]], ["A note."])
