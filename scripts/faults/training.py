@@ -130,14 +130,14 @@ FAULTS = (
     Fault(
         "spmd_core/steps/capture/guards.py",
         "a captured step does not see that a variable of a closure has changed",
-        "                and all(held(cell) is value for cell, value in self._cells)\n",
-        "",
+        "and all(held(cell) is value for cell, value in self._cells)",
+        "and True",
     ),
     Fault(
         "spmd_core/steps/capture/guards.py",
         "a captured step does not see that a parameter was frozen",
-        "                and [*map(_requires_grad, self._tensors)] == self._requires_grad\n",
-        "",
+        "if trained != self._parameters_trained:",
+        "if False:",
     ),
     # ---- dynamo, metrics -------------------------------------------------------------------------
     Fault(
