@@ -98,7 +98,6 @@ def plan(
     donates: bool = True,
     is_captured: bool = False,
     returned: Collection[Storage] = (),
-    groups: Sequence[Sequence[Value]] = (),
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -110,11 +109,37 @@ def plan(
         is_captured: whether the program may run again on the same constants, which are then not
             donated. It does not name the lines of its operations, which are recorded for errors.
         returned: storages of which each run makes new ones: no state, even if they begin here.
-        groups: leaves that may become the rows of stacks (`stacked_state.find`).
     """
+
+    def planned(groups: Sequence[Sequence[Value]] = ()) -> CutPlan:
+        return _plan(
+            live,
+            groups,
+            label=label,
+            donates=donates,
+            is_captured=is_captured,
+            returned=returned,
+        )
+
+    first = planned()
+    if not first.stacked.rows or compile_cache.has(first.key):
+        return first
+    groups = stacked_state.more_groups(first.live, first.nodes, first.stacked)
+    return planned(groups) if groups else first
+
+
+def _plan(
+    live: list[Storage],
+    groups: Sequence[Sequence[Value]],
+    *,
+    label: str,
+    donates: bool,
+    is_captured: bool,
+    returned: Collection[Storage],
+) -> CutPlan:
+    """`plan`, with leaves that may become the rows of stacks (`stacked_state.find`)."""
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
-    given = live
     live = sorted(live, key=_position)
     nodes, leaves = collect(live)
     elsewhere = pending_elsewhere()
@@ -130,34 +155,13 @@ def plan(
     stacked = stacked_state.find(
         live, nodes, leaves, state, groups, stacks_new_results=not is_captured
     )
-    before_stacks = live, nodes
     rows: dict[Value, int] = {}
     if stacked.rows or stacked.results:
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
-    structure: list[Any] = []
-    node_inputs: list[list[int]] = []
-    numbers: list[Any] = []
-    marks: set[Sharding] = {s.sharding for s in live if s.sharding is not None}
-    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
-    count = 0
-    for node in nodes:
-        entry = node.entry
-        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
-        number_of[node] = count
-        count += len(entry.outs)
-        structure.append(entry)
-        structure.extend(inputs)
-        node_inputs.append(inputs)
-        if node.numbers:
-            numbers.extend(node.numbers)
-        if entry.sharding is not None:
-            marks.add(entry.sharding)
-        if entry.border is not None:
-            marks.add(entry.border.sharding)
-        if entry.subgraphs:
-            marks |= entry.shardings  # type: ignore[attr-defined]
+    structure, node_inputs, numbers = _numbered(nodes, number_of)
+    marks = _marks(live, nodes, leaves)
     device_ids = _program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
@@ -186,7 +190,7 @@ def plan(
     live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
     out_numbers = [_number(s.value, number_of) for s in live]
     key = compile_cache.Key(
-        tuple(structure),
+        structure,
         tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         tuple(donated),
@@ -195,18 +199,47 @@ def plan(
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
     )
-    if stacked.rows and not groups and not compile_cache.has(key):
-        more = stacked_state.more_groups(*before_stacks, stacked)
-        if more:
-            return plan(
-                given,
-                label=label,
-                donates=donates,
-                is_captured=is_captured,
-                returned=returned,
-                groups=more,
-            )
     return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+
+
+def _numbered(
+    nodes: list[Value], number_of: dict[Value, int]
+) -> tuple[tuple[Any, ...], list[list[int]], list[Any]]:
+    """Numbers the results of the operations, behind the values that have numbers.
+
+    Returns:
+        Each operation's entry and the numbers of its inputs, one after another; these numbers for
+        each operation; and the scalar inputs of all.
+    """
+    structure: list[Any] = []
+    node_inputs: list[list[int]] = []
+    numbers: list[Any] = []
+    count = 0
+    for node in nodes:
+        entry = node.entry
+        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
+        number_of[node] = count
+        count += len(entry.outs)
+        structure.append(entry)
+        structure.extend(inputs)
+        node_inputs.append(inputs)
+        if node.numbers:
+            numbers.extend(node.numbers)
+    return tuple(structure), node_inputs, numbers
+
+
+def _marks(live: list[Storage], nodes: list[Value], leaves: list[Value]) -> set[Sharding]:
+    """The shardings over which a program has to run."""
+    marks = {s.sharding for s in live if s.sharding is not None}
+    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
+    for entry in {node.entry for node in nodes}:
+        if entry.sharding is not None:
+            marks.add(entry.sharding)
+        if entry.border is not None:
+            marks.add(entry.border.sharding)
+        if entry.subgraphs:
+            marks |= entry.shardings  # type: ignore[attr-defined]
+    return marks
 
 
 def _with_stacks(
