@@ -7,8 +7,8 @@ FAULTS = (
     Fault(
         "spmd_core/control_flow/scans.py",
         "the loop of a scan's gradients runs in the scan's own direction",
-        "closed, length=length, reverse=not reverse)",
-        "closed, length=length, reverse=reverse)",
+        '"length": self.length, "reverse": not self.reverse}',
+        '"length": self.length, "reverse": self.reverse}',
     ),
     Fault(
         "spmd_core/control_flow/scan_loops.py",
