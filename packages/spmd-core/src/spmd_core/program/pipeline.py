@@ -8,6 +8,7 @@ from spmd_core.program.ir import Graph, Op, Rewriter
 from spmd_core.program.passes.attention_layouts import attention_layouts
 from spmd_core.program.passes.batch_sums import batch_sums
 from spmd_core.program.passes.exact_values import exact_values
+from spmd_core.program.passes.folded_layers import folded_layers
 from spmd_core.program.passes.fused_projections import fused_projections
 from spmd_core.program.passes.image_layouts import image_layouts
 from spmd_core.program.passes.index_checks import index_checks
@@ -24,6 +25,8 @@ from spmd_core.program.target import Target
 # A pass returns the graph that it got if there is nothing to change.
 Pass = Callable[[Graph, Target], Graph]
 PASSES: tuple[Pass, ...] = (
+    # Loops in place of what is repeated.
+    folded_layers,
     # Alike operations on the rows of stacks, which are one from here on.
     stacked_operations,
     # Hints: what a lowering needs to know of layouts, which are propagated through the graph.

@@ -14,7 +14,7 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache, initial_state, stacked_state
+from spmd_core.program import compile_cache, initial_state, layer_stacks, stacked_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
@@ -79,6 +79,7 @@ class CutPlan:
             key.device_ids,
             key.options,
             key.checks_indices,
+            key.fold_layers,
         )
 
     @property
@@ -194,9 +195,14 @@ def plan(
         _origins(nodes) if source_lines.is_used() and not is_captured else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
+        config.fold_layers,
     )
-    if stacked.rows and not groups and not compile_cache.has(key):
-        more = stacked_state.more_groups(*before_stacks, stacked)
+    made = CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+    if not compile_cache.has(key):
+        more = stacked_state.more_groups(*before_stacks, stacked) if stacked.rows else []
+        if config.fold_layers:
+            more += layer_stacks.groups(key, made.graph, leaves, stacked_state.can_be_stacked)
+        more = [group for group in more if group not in groups]
         if more:
             return plan(
                 given,
@@ -204,9 +210,9 @@ def plan(
                 donates=donates,
                 is_captured=is_captured,
                 returned=returned,
-                groups=more,
+                groups=[*groups, *more],
             )
-    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+    return made
 
 
 def _with_stacks(
