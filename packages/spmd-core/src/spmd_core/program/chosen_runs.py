@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from spmd_core.graph.repetition import Repetition
 from spmd_core.program.ir import Graph, Ref
-from spmd_core.program.repeated_runs import Carried, Kept, Local, Rows, Run, Runs
+from spmd_core.program.repeated_runs import LEAST, Carried, Kept, Local, Rows, Run, Runs
 
 # The least number of operations that loops which belong together must save.
 MIN_SAVED = 48
@@ -36,14 +36,22 @@ def chosen(
         left_out = runs.analyse(bounds)
         if not left_out:
             readers = Readers(graph, runs)
-            apart = [run for run in runs.all if _has_no_use(run, runs, readers)]
-            for run in apart:
-                narrower = _common_part(run, runs)
-                if narrower is None:
+            narrowed = False
+            for run in runs.all:
+                part = _common_rows(run, runs)
+                if len(part) == run.length:
+                    part = _common_part(run, runs)
+                    if not readers.reads_outside(run, part):
+                        part = range(run.low, run.high)
+                if LEAST <= len(part) < run.length:
+                    bounds[run.repetition] = (
+                        run.start + part.start * run.period,
+                        run.start + part.stop * run.period,
+                    )
+                    narrowed = True
+                elif _has_no_use(run, runs, readers):
                     left_out.append(run.repetition)
-                else:
-                    bounds[run.repetition] = narrower
-            if apart and not left_out:
+            if narrowed:
                 continue
         if not left_out:
             for group in _groups(runs.all):
@@ -91,6 +99,14 @@ class Readers:
             if any(not is_last_carry(run, name, i) for i in iterations)
         )
 
+    def reads_outside(self, run: Run, part: range) -> bool:
+        """Whether something reads apart what iterations outside of a part compute."""
+        return any(
+            i not in part and not is_last_carry(run, name, i)
+            for name, iterations in self.apart[run].items()
+            for i in iterations
+        )
+
 
 def is_last_carry(run: Run, name: Local, iteration: int) -> bool:
     """Whether a value of an iteration is a result of the loop: carried out of the last one."""
@@ -117,17 +133,35 @@ def _row_bytes(stack: Ref | tuple[Ref, ...]) -> int:
     return stack[0].spec.num_bytes
 
 
-def _common_part(run: Run, runs: Runs) -> tuple[int, int] | None:
-    """The positions of the iterations that all later runs read, if these are fewer."""
+def _common_rows(run: Run, runs: Runs) -> range:
+    """The iterations whose rows of stacks that are not there yet are read by all loops over these.
+
+    The gradients of parameters that are stacked are then stacks of as many rows.
+    """
+    part = range(run.low, run.high)
+    mine = {x.stack: x for x in run.reads() if isinstance(x, Rows)}
+    for other in runs.all:
+        for rows in other.reads():
+            own = mine.get(rows.stack) if isinstance(rows, Rows) else None
+            if own is None or isinstance(own.stack, Ref) or not isinstance(rows, Rows):
+                continue
+            ends = [
+                run.low + (row - own.first) * own.step
+                for row in (rows.first, rows.first + rows.step * (other.length - 1))
+            ]
+            part = range(max(part.start, min(ends)), min(part.stop, max(ends) + 1))
+    return part
+
+
+def _common_part(run: Run, runs: Runs) -> range:
+    """The iterations that all loops read that go over those of a run; all, if there are none."""
     low, high = run.low, run.high
     for later in runs.all:
         for operand in later.reads():
             if isinstance(operand, Kept) and operand.run is run:
                 ends = operand.first, operand.first + operand.step * (later.length - 1)
                 low, high = max(low, min(ends)), min(high, max(ends) + 1)
-    if (low, high) == (run.low, run.high) or high <= low:
-        return None
-    return run.start + low * run.period, run.start + high * run.period
+    return range(low, high) if low < high else range(run.low, run.high)
 
 
 def _groups(runs: Iterable[Run]) -> list[list[Run]]:

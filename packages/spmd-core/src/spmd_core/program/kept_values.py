@@ -26,6 +26,7 @@ class KeptValues:
     def __init__(self, runs: Runs, readers: Readers) -> None:
         self._runs = runs
         self._is_same: dict[tuple[Run, int], bool] = {}
+        self._is_numbers: dict[tuple[Run, int], bool] = {}
         self.stacked: dict[Run, dict[Local | Carried, None]] = {run: {} for run in runs.all}
         self.constant: dict[Run, set[Local]] = {run: set() for run in runs.all}
         for run in runs.all:
@@ -45,9 +46,9 @@ class KeptValues:
         if isinstance(name, Carried) or not self._is_made_again(run, name):
             self._keep_itself(run, name)
             return
-        (operand,) = run.operands[name.position]
-        if isinstance(operand, (Local, Carried)):
-            self._keep(run, operand)
+        for operand in run.operands[name.position]:
+            if isinstance(operand, (Local, Carried)):
+                self._keep(run, operand)
 
     def _keep_itself(self, run: Run, name: Local | Carried) -> None:
         if isinstance(name, Local) and self.is_constant(run, name.position):
@@ -71,10 +72,26 @@ class KeptValues:
             )
         return found
 
+    def _is_of_numbers(self, run: Run, position: int) -> bool:
+        """Whether iterations compute the same but for their numbers, such as a mask of `-inf`."""
+        found = self._is_numbers.get((run, position))
+        if found is None:
+            op = self._runs.op(run, run.low, position)
+            found = self._is_numbers[run, position] = not (op.entry.random or op.bodies) and all(
+                isinstance(x, Shared)
+                or (isinstance(x, Local) and self._is_of_numbers(run, x.position))
+                for x in run.operands[position]
+            )
+        return found
+
     def _is_made_again(self, run: Run, name: Local) -> bool:
         """Whether a value is computed again from its operand."""
         op = self._op(run, name)
-        if not _rearranges(op) or self.is_constant(run, name.position):
+        if self.is_constant(run, name.position):
+            return False
+        if self._is_of_numbers(run, name.position):
+            return True
+        if not _rearranges(op):
             return False
         (operand,) = run.operands[name.position]
         comes_from_outside = self._comes_from_outside(run, operand)

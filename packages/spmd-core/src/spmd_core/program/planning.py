@@ -118,12 +118,7 @@ def plan(
     given = live
     live = sorted(live, key=_position)
     nodes, leaves = collect(live)
-    elsewhere = pending_elsewhere()
-    if elsewhere:
-        mine, needed = set(live), set(nodes)
-        elsewhere = [s for s in elsewhere if s not in mine]
-        live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
-        elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
+    live, elsewhere = _with_elsewhere(live, nodes)
     state = initial_state.find_state(live, nodes, returned)
     if state.inputs:
         live = [s for s in live if s not in state.held]
@@ -137,28 +132,9 @@ def plan(
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
-    structure: list[Any] = []
-    node_inputs: list[list[int]] = []
-    numbers: list[Any] = []
     marks: set[Sharding] = {s.sharding for s in live if s.sharding is not None}
     marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
-    count = 0
-    for node in nodes:
-        entry = node.entry
-        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
-        number_of[node] = count
-        count += len(entry.outs)
-        structure.append(entry)
-        structure.extend(inputs)
-        node_inputs.append(inputs)
-        if node.numbers:
-            numbers.extend(node.numbers)
-        if entry.sharding is not None:
-            marks.add(entry.sharding)
-        if entry.border is not None:
-            marks.add(entry.border.sharding)
-        if entry.subgraphs:
-            marks |= entry.shardings  # type: ignore[attr-defined]
+    structure, node_inputs, numbers = _numbered(nodes, number_of, marks)
     device_ids = _program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
@@ -172,9 +148,7 @@ def plan(
     # verify() runs a program twice on the same inputs, so nothing is donated.
     kept = set(state.held.values())
     if is_captured:
-        wholes = {stack.value for stack, _ in stacked.rows.values()}
-        nobodys = (x for x in leaves if x.owner is None or x.owner() is None)
-        kept |= {leaf for leaf in nobodys if leaf not in wholes}
+        kept |= _constants(leaves, stacked)
     donated = (
         _donated(live, leaves, targets, out_placements, elsewhere, kept, stacked)
         if donates and not config.verify_programs
@@ -198,21 +172,93 @@ def plan(
         config.fold_layers,
     )
     made = CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
-    if not compile_cache.has(key):
-        more = stacked_state.more_groups(*before_stacks, stacked) if stacked.rows else []
-        if config.fold_layers:
-            more += layer_stacks.groups(key, made.graph, leaves, stacked_state.can_be_stacked)
-        more = [group for group in more if group not in groups]
-        if more:
-            return plan(
-                given,
-                label=label,
-                donates=donates,
-                is_captured=is_captured,
-                returned=returned,
-                groups=[*groups, *more],
-            )
-    return made
+    more = _more_groups(made, before_stacks, groups)
+    if not more:
+        return made
+    return plan(
+        given,
+        label=label,
+        donates=donates,
+        is_captured=is_captured,
+        returned=returned,
+        groups=[*groups, *more],
+    )
+
+
+def _more_groups(
+    made: CutPlan,
+    before_stacks: tuple[list[Storage], list[Value]],
+    groups: Sequence[Sequence[Value]],
+) -> list[Sequence[Value]]:
+    """Further leaves of a new program that may become the rows of stacks.
+
+    Args:
+        made: the program's plan.
+        before_stacks: its results and operations without stacks.
+        groups: those with which it was planned.
+    """
+    if compile_cache.has(made.key):
+        return []
+    found = stacked_state.more_groups(*before_stacks, made.stacked) if made.stacked.rows else []
+    if config.fold_layers:
+        found += layer_stacks.groups(
+            made.key, made.graph, made.leaves, stacked_state.can_be_stacked
+        )
+    return [group for group in found if group not in groups]
+
+
+def _with_elsewhere(live: list[Storage], nodes: list[Value]) -> tuple[list[Storage], list[Storage]]:
+    """The storages, with those of other threads that the operations compute; and the others."""
+    elsewhere = pending_elsewhere()
+    if not elsewhere:
+        return live, []
+    mine, needed = set(live), set(nodes)
+    elsewhere = [s for s in elsewhere if s not in mine]
+    live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
+    return live, [s for s in elsewhere if (s.value.parent or s.value) not in needed]
+
+
+def _constants(leaves: list[Value], stacked: stacked_state.StackedState) -> set[Value]:
+    """The leaves that are the value of no tensor, but for stacks."""
+    wholes = {stack.value for stack, _ in stacked.rows.values()}
+    nobodys = (x for x in leaves if x.owner is None or x.owner() is None)
+    return {leaf for leaf in nobodys if leaf not in wholes}
+
+
+def _numbered(
+    nodes: list[Value], number_of: dict[Value, int], marks: set[Sharding]
+) -> tuple[list[Any], list[list[int]], list[Any]]:
+    """The operations by the numbers of their values.
+
+    Args:
+        nodes: the operations.
+        number_of: the numbers of the leaves, to which those of the operations are added.
+        marks: the shardings of the program, to which those of the operations are added.
+
+    Returns:
+        `Key.structure`, `CutPlan.node_inputs` and `CutPlan.numbers`.
+    """
+    structure: list[Any] = []
+    node_inputs: list[list[int]] = []
+    numbers: list[Any] = []
+    count = 0
+    for node in nodes:
+        entry = node.entry
+        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
+        number_of[node] = count
+        count += len(entry.outs)
+        structure.append(entry)
+        structure.extend(inputs)
+        node_inputs.append(inputs)
+        if node.numbers:
+            numbers.extend(node.numbers)
+        if entry.sharding is not None:
+            marks.add(entry.sharding)
+        if entry.border is not None:
+            marks.add(entry.border.sharding)
+        if entry.subgraphs:
+            marks |= entry.shardings  # type: ignore[attr-defined]
+    return structure, node_inputs, numbers
 
 
 def _with_stacks(

@@ -1,6 +1,6 @@
 """`RepeatedEntry`: a run of operations that a graph repeats, as a loop."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from spmd_core.graph.subgraphs import ControlEntry, Subgraph
@@ -76,6 +76,12 @@ def _outs(body: Subgraph, num_carry: int, length: int) -> tuple[Spec, ...]:
         *(spec.logical for spec in made[:num_carry]),
         *(Spec.contiguous((length, *spec.shape), spec.dtype) for spec in made[num_carry:]),
     )
+
+
+def loops(ops: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    """The loops among operations: their iterations, and the operations of an iteration."""
+    made = ((op.entry, op.bodies) for op in ops if isinstance(op.entry, RepeatedEntry))
+    return tuple((entry.steps or 0, len(bodies[0].ops)) for entry, bodies in made)
 
 
 def identity_of(entry: Entry) -> Hashable:
