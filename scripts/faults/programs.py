@@ -136,17 +136,22 @@ FAULTS = (
     Fault(
         "spmd_core/program/execution.py",
         "an interrupted cut loses the pending updates in place",
-        "            except BaseException:  # an interruption: everything stays pending\n"
-        "                _request(live)\n"
-        "                raise",
-        "            except BaseException:  # an interruption: everything stays pending\n"
-        "                raise",
+        "    except BaseException:  # an interruption: everything stays pending\n"
+        "        _request(live)\n"
+        "        raise",
+        "    except BaseException:  # an interruption: everything stays pending\n        raise",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "what a cut left to compile is not pending meanwhile",
+        "            if missing is not None:\n                _request(live)\n",
+        "",
     ),
     Fault(
         "spmd_core/program/execution.py",
         "sync() swallows the error of a failed program",
-        "        raise error\n    counters.count",
-        "        return\n    counters.count",
+        "        raise error\n    missing",
+        "        return []\n    missing",
     ),
     Fault(
         "spmd_core/program/regions.py",

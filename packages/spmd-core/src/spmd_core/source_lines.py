@@ -14,7 +14,8 @@ once `note_generated` was told them.
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
@@ -94,8 +95,30 @@ def user_frame() -> tuple[str, int, int]:
 
 def user_line() -> str:
     """`file:line` of the user's call."""
+    if _this_thread.line is not None:
+        return _this_thread.line
     filename, line, _ = user_frame()
     return f"{filename}:{line}"
+
+
+class _Thread(threading.local):
+    """The line that a thread works for, if that is in another thread; else None."""
+
+    line: str | None = None
+
+
+# Guarded by: thread-local storage. Cleared by: the end of `on_behalf_of`.
+_this_thread = _Thread()
+
+
+@contextmanager
+def on_behalf_of(line: str) -> Iterator[None]:
+    """Inside, the user's line is this one: the thread works for a call in another one."""
+    before, _this_thread.line = _this_thread.line, line
+    try:
+        yield
+    finally:
+        _this_thread.line = before
 
 
 def line_of_thread(ident: int) -> str:

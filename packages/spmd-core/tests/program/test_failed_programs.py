@@ -19,16 +19,15 @@ def broken(monkeypatch):
         on = True
         op = "aten::sin"
 
-    original = compile_cache.get
+    original = compile_cache.build
 
-    def get(key, *args):
-        names = {entry.name for entry in key.structure if not isinstance(entry, int)}
-        if Broken.on and Broken.op in names:
+    def build(graph, name):
+        if Broken.on and any(node.entry.name == Broken.op for node in graph.nodes):
             raise spmd.errors.ProgramError("the device failed")
-        return original(key, *args)
+        return original(graph, name)
 
     monkeypatch.setattr(compile_cache, "cached", lambda key: None)
-    monkeypatch.setattr(compile_cache, "get", get)
+    monkeypatch.setattr(compile_cache, "build", build)
     return Broken
 
 
@@ -98,23 +97,29 @@ def test_groups_that_meet_in_a_later_tensor_are_one(broken):
     del other
 
 
-def test_an_interruption_while_groups_run_apart_loses_nothing(broken, monkeypatch):
+@pytest.mark.parametrize("starts", [True, False], ids=["started", "looked for"])
+def test_an_interruption_while_groups_run_apart_loses_nothing(starts, broken, monkeypatch):
     first, second = torch.ones(4).to("xla"), torch.ones(3).to("xla")
     spmd.sync()
     first.sin_()
     second.mul_(7)
-    original = execution._execute
+    original = execution.execute
 
     def execute(live, **options):
-        if len(live) == 1 and live[0] is second._handle:
+        is_second = len(live) == 1 and live[0] is second._handle
+        if is_second and options.get("starts", True) is starts:
             raise KeyboardInterrupt
-        original(live, **options)
+        return original(live, **options)
 
-    monkeypatch.setattr(execution, "_execute", execute)
+    monkeypatch.setattr(execution, "execute", execute)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()
-    monkeypatch.setattr(execution, "_execute", original)
-    spmd.sync()
+    monkeypatch.setattr(execution, "execute", original)
+    if starts:  # the first group has failed by then
+        spmd.sync()
+    else:
+        with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
+            spmd.sync()
     assert second._handle.value.data is not None and second.tolist() == [7.0] * 3
 
 
@@ -177,16 +182,16 @@ def test_what_is_computed_from_a_buffer_that_a_failed_program_took_is_an_error()
 def test_an_interrupted_cut_loses_nothing(monkeypatch):
     w = torch.ones(4).to("xla")
     w.mul_(5)
-    original = compile_cache.get
+    original = compile_cache.build
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compile_cache, "cached", lambda key: None)
-    monkeypatch.setattr(compile_cache, "get", interrupt)
+    monkeypatch.setattr(compile_cache, "build", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()
-    monkeypatch.setattr(compile_cache, "get", original)
+    monkeypatch.setattr(compile_cache, "build", original)
     spmd.sync()
     assert w._handle.value.data is not None  # the sync computed it, not the read
     assert w.tolist() == [5.0] * 4

@@ -6,6 +6,7 @@ calls, and raises at the entry of one of them.
 
 import itertools
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,17 @@ PARTS = [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_compiling_and_starting(mesh_1d, part):
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
+def test_compiling_and_starting(mesh_1d, part, beside, monkeypatch):
+    if beside:  # the lock is left to the other thread meanwhile
+        monkeypatch.setattr(threading, "active_count", lambda: 2)
     spmd.config.bound_growing_sizes = False
-    sizes = itertools.count(1000 + 1000 * part, 2)
+    sizes = itertools.count(1000 + 1000 * part + 50_000 * beside, 2)
     w = recorded(next(sizes), mesh_1d)
     with Stages(last=InFlight.add.__code__) as stages:
         spmd.sync()
-    assert {"plan", "get", "compile_lowered", "run"} <= {code.co_name for code in stages.codes}
+    found = {code.co_name for code in stages.codes}
+    assert {"plan", "_make" if beside else "get", "compile_lowered", "run"} <= found
     chosen, num_interrupted = [*stages.codes][part :: len(PARTS)], 0
     for stage in chosen:
         size = next(sizes)
@@ -101,6 +106,40 @@ def test_compiling_and_starting(mesh_1d, part):
             assert w._handle.value.data is None, stage
         check(w, stage, recorded(size + 1, mesh_1d))
     # Others remember what they returned.
+    assert num_interrupted > len(chosen) / 2
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_groups_of_a_failed_program(part, monkeypatch):
+    original = compile_cache.build
+
+    def build(graph, name):
+        if len(graph.leaves) > 1:
+            raise spmd.errors.ProgramError("too large")
+        return original(graph, name)
+
+    monkeypatch.setattr(compile_cache, "build", build)
+    # Threads are not looked at: they work for a cut that was interrupted, or for the next one.
+    monkeypatch.setattr(compile_cache, "run", lambda found: [each.run() for each in found])
+    spmd.config.bound_growing_sizes = False
+    sizes = itertools.count(200_000 + 1000 * part)
+
+    def recorded_pair():
+        pair = [torch.arange(float(next(sizes))).to("xla") for _ in range(2)]
+        for w in pair:
+            w.mul_(1)
+            spmd.sync()
+        return [w.mul_(2).add_(1) for w in pair]
+
+    pair = recorded_pair()
+    with Stages() as stages:
+        spmd.sync()
+    assert {"groups", "_missing", "execute", "_make"} <= {code.co_name for code in stages.codes}
+    num_interrupted, chosen = 0, [*stages.codes][part :: len(PARTS)]
+    for stage in chosen:
+        pair = recorded_pair()
+        num_interrupted += is_interrupted(spmd.sync, stage)
+        check(pair[0], stage, pair[1])
     assert num_interrupted > len(chosen) / 2
 
 

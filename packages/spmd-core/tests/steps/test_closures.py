@@ -170,16 +170,16 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     w = torch.ones(2).to("xla")
 
     def fail(error):
-        def get(key, make_graph, name):
+        def build(graph, name):
             raise error
 
-        return get
+        return build
 
     w.add_(1)
     closures.add_step_closure(seen.append, args=("failed",))
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "cached", lambda key: None)
-        patch.setattr(compile_cache, "get", fail(spmd.errors.ProgramError("no")))
+        patch.setattr(compile_cache, "build", fail(spmd.errors.ProgramError("no")))
         with pytest.raises(spmd.errors.ProgramError, match="no"):
             spmd.sync()
     spmd.sync()
@@ -190,7 +190,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     closures.add_step_closure(seen.append, args=(2,))
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "cached", lambda key: None)
-        patch.setattr(compile_cache, "get", fail(KeyboardInterrupt()))
+        patch.setattr(compile_cache, "build", fail(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             spmd.sync()
     spmd.sync()

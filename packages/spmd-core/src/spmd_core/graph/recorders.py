@@ -9,8 +9,9 @@ A cut computes what its thread recorded, what threads that have ended left, and 
 need of others, whose storages it computes, too. A buffer that another thread's pending graph reads
 is not donated (`program.planning`). Errors of programs and of indices are raised in the thread that
 started the program, and in those that read its results. The lock is held while an operation is
-recorded, and from the plan of a cut to the start of its program, with its compilation: threads
-share compiled programs, and wait for each other's compilations.
+recorded, and from the plan of a cut to the start of its program. A cut whose program is missing
+leaves the lock while XLA compiles, if there are other threads: these record, compile and run in the
+meantime. Then it plans again. Threads that need the same program wait for one compilation of it.
 """
 
 import threading

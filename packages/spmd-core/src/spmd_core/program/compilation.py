@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from spmd_core import counters
+from spmd_core import counters, releases
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import ir, tensor_names
 from spmd_core.program.lower import Lowered, lower
@@ -20,6 +21,7 @@ from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import abstract, compile_turns, devices, disk_cache, interrupts
 from spmd_core.runtime.jax_sharding import replicated
 
+_jax_config = releases.jax_module("jax._src.config", "compilation_cache_include_metadata_in_key")
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
 _PASSES_WITHOUT_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
 _COSTS = {
@@ -74,6 +76,9 @@ def build(
     program with results that the partitioner splits unevenly, which jax cannot read, is lowered
     again with these results replicated.
 
+    Takes the graph lock to lower, and not to compile: other threads go on, if this one does not
+    hold it already.
+
     Args:
         graph: the recorded graph.
         name: the program's name.
@@ -87,16 +92,21 @@ def build(
     levels, refusal = iter(Replicated), None
     replicated_part = next(levels)
     while True:
-        recorded = ir.Graph.of(graph)
-        target = Target.of(recorded, replicated_part=replicated_part)
+        # Lowering reads and fills caches of the graph's parts. XLA needs none of them.
+        with lock:
+            recorded = ir.Graph.of(graph)
+            target = Target.of(recorded, replicated_part=replicated_part)
+            lowered = lower(recorded, target, name)
         try:
-            program = compiler(lower(recorded, target, name))
+            program = compiler(lowered)
         except jax.errors.JaxRuntimeError as error:
             refusal = refusal or error
             is_invalid = "[hlo verifier]" in str(error) and len(graph.device_ids) > 1
             more = next(levels, None) if is_invalid else None
             if more is None:
-                raise explained(refusal, graph, new_record(graph, name), names) from refusal
+                with lock:
+                    failure = explained(refusal, graph, new_record(graph, name), names)
+                raise failure from refusal
             replicated_part = more
             continue
         even = _with_even_results(program)
@@ -192,11 +202,21 @@ def _metadata_in_disk_cache_key(graph: RecordedGraph) -> Iterator[None]:
     By default jax leaves metadata out of its key, so a program with origins could be loaded with
     the names and lines of another program.
     """
-    flag = "jax_compilation_cache_include_metadata_in_key"
-    before = jax.config.values[flag]
-    if before or all(node.origin is None for node in graph.nodes):
+    if all(node.origin is None for node in graph.nodes):
         yield
         return
+    try:  # for this thread alone: others may compile other programs
+        in_key = _jax_config.compilation_cache_include_metadata_in_key(True)
+    except ImportError:
+        in_key = _for_all_threads("jax_compilation_cache_include_metadata_in_key")
+    with in_key:
+        yield
+
+
+@contextmanager
+def _for_all_threads(flag: str) -> Iterator[None]:
+    """Inside, a flag of jax is on."""
+    before = jax.config.values[flag]
     jax.config.update(flag, True)
     try:
         yield

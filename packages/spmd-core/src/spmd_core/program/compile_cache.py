@@ -2,25 +2,29 @@
 
 import functools
 import gc
+import os
+import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from spmd_core import counters
+from spmd_core import counters, source_lines
 from spmd_core.config import CompilerOption, config
 from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.recorders import lock
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program import compile_progress
 from spmd_core.program.compilation import build
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, interrupts
 from spmd_core.source_lines import Origin
 
 
@@ -72,6 +76,12 @@ observers: list[Callable[[Compiled], None]] = []
 # At most `config.max_programs`.
 # Guarded by: the graph lock. Cleared by: compile_cache.clear().
 _programs: OrderedDict[Key, Program] = OrderedDict()
+# Those that run or were needed lately, by key: freed with whoever wants them.
+# Guarded by: the graph lock. Cleared by: Python, as it is weak.
+_compilations: "weakref.WeakValueDictionary[Key, Compilation]" = weakref.WeakValueDictionary()
+# How often the cache was cleared. A program that is compiled meanwhile is of other devices.
+# Guarded by: the graph lock. Cleared by: never: only differences count.
+_num_cleared = 0
 # With fewer free memory maps than this, programs are dropped before the next one is compiled. The
 # number is more than any program seen so far needs, and leaves some for the rest of the process.
 _MIN_FREE_MAPS = 20_000
@@ -106,14 +116,105 @@ def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program
     if program is not None:
         return program
     _make_room()
-    graph = make_graph()
+    return _keep(key, _built(make_graph(), name))
+
+
+def _built(graph: RecordedGraph, name: str) -> Program:
     with compile_progress.shown(name, len(graph.nodes), len(graph.device_ids)):
-        program = _programs[key] = build(graph, name)
+        return build(graph, name)
+
+
+def _keep(key: Key, program: Program) -> Program:
+    """Puts a new program into the cache."""
+    _programs[key] = program
     _drop(len(_programs) - config.max_programs)
     history.append(compiled := Compiled(key, program.graph, program.record))
     for observe in observers:
         observe(compiled)
     return program
+
+
+class Compilation:
+    """The compilation of a program while other threads go on, without the graph lock.
+
+    Threads that need the same program share it: one compiles, and the others wait.
+
+    Args:
+        key: the program's key.
+        graph: the graph to lower.
+        name: the program's name.
+    """
+
+    def __init__(self, key: Key, graph: RecordedGraph, name: str) -> None:
+        self._key, self._graph, self._name = key, graph, name
+        self._turn = threading.Lock()
+        self._line = source_lines.user_line()
+        self._num_cleared = _num_cleared
+        self._program: Program | None = None
+        self._error: Exception | None = None
+
+    @staticmethod
+    def of(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> "Compilation":
+        """The compilation of a key, with the arguments of `get`; call it under the graph lock."""
+        found = _compilations.get(key)
+        if found is None or found._error is not None or found._num_cleared != _num_cleared:
+            _make_room()
+            found = _compilations[key] = Compilation(key, make_graph(), name)
+        return found
+
+    @interrupts.waits
+    def run(self) -> None:
+        """Compiles, or waits for the thread that does; call it without the graph lock.
+
+        An error is kept for `result`, and an interruption is raised.
+        """
+        with self._turn:
+            if self._program is None:
+                self._make()
+
+    def _make(self) -> None:
+        try:
+            with source_lines.on_behalf_of(self._line):
+                program = _built(self._graph, self._name)
+            with lock:
+                if self._num_cleared == _num_cleared:
+                    self._program, self._error = _keep(self._key, program), None
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> Program | None:
+        """The program; None if it was not compiled, or for devices that are others by now.
+
+        Raises:
+            DeviceMemoryError, ProgramError: it could not be compiled.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._program
+
+    def forget_error(self) -> None:
+        """Drops the error, whose traceback refers to this object."""
+        self._error = None
+
+
+def run(compilations: Sequence[Compilation]) -> None:
+    """Runs compilations at the same time; call it without the graph lock."""
+    if len(compilations) == 1:
+        compilations[0].run()
+        return
+    threads = ThreadPoolExecutor(
+        min(len(compilations), os.cpu_count() or 1), thread_name_prefix="spmd-compiling"
+    )
+    try:
+        _wait([threads.submit(each.run) for each in compilations])
+    finally:  # an interruption does not wait for those that run
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+@interrupts.waits
+def _wait(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.result()
 
 
 def _make_room() -> None:
@@ -183,7 +284,8 @@ def newest() -> Program | None:
 
 def clear() -> None:
     """Drops every compiled program from memory."""
-    global _num_dropped
+    global _num_dropped, _num_cleared
+    _num_cleared += 1
     _num_dropped += len(_programs)
     _programs.clear()
     history.clear()

@@ -1,8 +1,10 @@
 """The cut: computes all pending tensors that are still referenced, in one program."""
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -10,42 +12,31 @@ import torch
 
 from spmd_core import counters
 from spmd_core.config import config
-from spmd_core.errors import ProcessError, ProgramError
+from spmd_core.errors import ProcessError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
-from spmd_core.graph.stacks import Row, StackStorage
 from spmd_core.graph.storage import Storage, take_failed, take_pending
-from spmd_core.graph.values import Value, line_of
-from spmd_core.program import (
-    compile_cache,
-    fingerprint,
-    growing_sizes,
-    index_checks,
-    initial_state,
-    planned_program,
-    stacked_state,
-    start,
-    verification,
-)
+from spmd_core.graph.values import Value
+from spmd_core.program import compile_cache, growing_sizes, index_checks
+from spmd_core.program.compile_cache import Compilation
 from spmd_core.program.cut_guard import this_thread
+from spmd_core.program.cut_program import Made, execute, is_deleted
 from spmd_core.program.leaves import (
     array_of,
     convert,
     device_placement,
-    marked_placement,
     move,
     refuse_local,
 )
-from spmd_core.program.planned_program import PlannedProgram
-from spmd_core.program.planning import CutPlan, collect, plan
-from spmd_core.program.program import Program
+from spmd_core.program.planning import groups
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.refused_reads import refuse_inside, refuse_stand_in
-from spmd_core.runtime import abstract, buffers, in_flight, interrupts
-from spmd_core.runtime.abstract import AbstractArray
+from spmd_core.runtime import abstract, buffers, in_flight, interrupts, watch
 
 Result = TypeVar("Result")
+# How often a cut compiles without the lock before it keeps the others out.
+_MOST_WITHOUT_LOCK = 4
 # Context managers around the cut that ends a step; they are exited even if the cut fails. Modules
 # of upper layers register here to take part in every step.
 # Guarded by: imports. Cleared by: never.
@@ -76,29 +67,112 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     """
     refuse_inside()
     interrupts.protect()
-    with lock, counters.timed(counters.Activity.PLANNING):
-        live = take_pending()
-        try:
-            if live and this_thread.cut_guard is not None:
-                this_thread.cut_guard.before_cut()
-        except BaseException:
-            _request(live)
-            raise
-        if live:
-            _count_cut()
-            try:
-                _execute(live)
-            except ProcessError:  # nothing was started, and smaller programs would not help
-                _request(live)
-                raise
-            except Exception as error:
-                _execute_apart(live, error, wanted)
-            except BaseException:  # an interruption: everything stays pending
-                _request(live)
-                raise
+    attempts = _Attempts()
+    try:
+        while True:
+            leaves_lock = attempts.number < _MOST_WITHOUT_LOCK and _can_leave_lock()
+            with lock, counters.timed(counters.Activity.PLANNING):
+                missing = _cut(wanted, attempts, leaves_lock=leaves_lock)
+            if not missing:
+                break
+            compile_cache.run(missing)
+    except BaseException:
+        attempts.forget_sizes()
+        raise
+    finally:
+        attempts.clear()
     if wait:
         in_flight.programs.wait_all()
         index_checks.raise_if_found()
+
+
+@dataclass
+class _Attempts:
+    """What a cut has tried so far. Between two attempts, other threads may change what is pending.
+
+    Attributes:
+        number: the number of attempts.
+        made: what was compiled, by the key of the plan.
+        failed: the pending values whose common program failed, by storage, and its error.
+    """
+
+    number: int = 0
+    made: Made = field(default_factory=dict)
+    failed: tuple[dict[Storage, Value], Exception] | None = None
+
+    def error_of(self, live: list[Storage]) -> Exception | None:
+        """Why the common program of these storages failed; None if it was not tried."""
+        if self.failed is None or self.failed[0] != {s: s.value for s in live}:
+            return None
+        return self.failed[1]
+
+    def forget_sizes(self) -> None:
+        """After an interruption: no other size is compared with those that were not compiled."""
+        with lock:
+            for key in self.made:
+                growing_sizes.forget(key)
+
+    def clear(self) -> None:
+        """Drops the errors, which refer to frames that refer to them."""
+        self.failed = None
+        for compilation, _ in self.made.values():
+            compilation.forget_error()
+
+
+def _can_leave_lock() -> bool:
+    """Whether a cut may let other threads go on while it compiles.
+
+    Not if this thread holds the lock, for instance in the middle of an operation that reads a value
+    on the host. Processes start their programs in one order, which no second thread may change.
+    """
+    is_owned: bool = lock._is_owned()  # type: ignore[attr-defined]
+    return not is_owned and abstract.run() is None and watch.watch is None
+
+
+def _cut(wanted: Storage | None, attempts: _Attempts, *, leaves_lock: bool) -> list[Compilation]:
+    """Starts the program of this thread's pending tensors, unless it is to be compiled before.
+
+    Args:
+        wanted: as for `cut`.
+        attempts: what was tried so far.
+        leaves_lock: whether to return what is to be compiled. If not, it is compiled here.
+
+    Returns:
+        What is to be compiled, at the same time. Everything is pending then.
+    """
+    live = take_pending()
+    try:
+        if live and this_thread.cut_guard is not None:
+            this_thread.cut_guard.before_cut()
+    except BaseException:
+        _request(live)
+        raise
+    if not live:
+        return []
+    if not attempts.number:
+        _count_cut()
+    attempts.number += 1
+    error = attempts.error_of(live)
+    try:
+        if error is None:
+            others = leaves_lock and threading.active_count() > 1
+            missing = execute(live, made=attempts.made, leaves_lock=others)
+            if missing is not None:
+                _request(live)
+            return [] if missing is None else [missing]
+    except ProcessError:  # nothing was started, and smaller programs would not help
+        _request(live)
+        raise
+    except Exception as found:
+        error = found
+    except BaseException:  # an interruption: everything stays pending
+        _request(live)
+        raise
+    try:
+        assert error is not None
+        return _execute_apart(live, error, wanted, attempts, leaves_lock=leaves_lock)
+    finally:
+        del error  # its traceback refers to this frame
 
 
 def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
@@ -149,7 +223,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             counters.count("automatic_cuts")
             with counters.timed(counters.Activity.PLANNING):
                 # A later repetition may read the same leaves.
-                _execute(
+                execute(
                     sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]),
                     donates=False,
                 )
@@ -171,7 +245,7 @@ def roll_back() -> int:
         count = 0
         for storage in take_failed():
             before = storage.committed
-            if before is None or _is_deleted(before):
+            if before is None or is_deleted(before):
                 storage.fail()
             else:
                 storage.write(before)
@@ -189,12 +263,6 @@ def _request(live: list[Storage]) -> None:
         storage.request()
 
 
-def _is_deleted(value: Value) -> bool:
-    """Whether the value's buffer was donated to a program that failed."""
-    data = value.data.stack.value.data if value.data.__class__ is Row else value.data
-    return isinstance(data, (jax.Array, AbstractArray)) and data.is_deleted()
-
-
 def end_step(*, wait: bool = False) -> None:
     """The cut that ends a step: `cut` inside the context managers of `around_step`."""
     in_step(lambda: cut(wait=wait))
@@ -209,139 +277,46 @@ def in_step(run: Callable[[], Result]) -> Result:
         return run()
 
 
-def _execute(live: list[Storage], *, donates: bool = True) -> None:
-    """Starts the program that computes these storages, and stores its results.
-
-    Args:
-        live: the storages.
-        donates: whether no other pending operation reads the same leaves, so that this program may
-            take over their buffers.
-    """
-    guard = this_thread.cut_guard
-    is_captured = guard is not None and guard.after_start is not None
-    planned = plan(
-        live,
-        label=_program_label(),
-        donates=donates,
-        is_captured=is_captured,
-        returned=() if guard is None else guard.returned(),
-    )
-    live = planned.live
-    leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
-    read = [*leaves, *planned.state.sources, *planned.stacked.sources]
-    for leaf in read:
-        refuse_stand_in(leaf)
-        if _is_deleted(leaf):
-            raise ProgramError(
-                f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
-                "its start, so it is lost with all that was computed from it. Load these tensors "
-                "again, for instance from a checkpoint."
-            )
-    if this_thread.cut_guard is not None:
-        this_thread.cut_guard.before_program(planned.key)
-    floats, ints, complexes = start.by_kind(numbers)
-    program: Program | PlannedProgram | None
-    if abstract.run() is not None:
-        program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
-    else:
-        program = compile_cache.cached(planned.key)
-    key, bounded = planned.key, None
-    try:
-        if program is None:
-            bounded = _bounded(planned)
-            if bounded is not None:
-                key, targets = bounded.key, bounded.targets
-                ints.append(bounded.number)
-                program = compile_cache.cached(key)
-        if abstract.run() is None and config.compare_processes_every_s is not None:
-            fingerprint.note(key, program, (floats, ints, complexes))
-        if program is None:
-            program = planned.program() if bounded is None else bounded.program(planned.name)
-    except BaseException:
-        growing_sizes.forget(planned.key)
-        raise
-    if this_thread.cut_guard is not None:
-        this_thread.cut_guard.after_program(planned.key)
-    if planned.stacked.new:
-        stacked_state.make(planned.stacked, dict(zip(leaves, targets)))
-    if planned.state.inputs:
-        initial_state.make(planned.state, leaves, targets, program.graph, program.record)
-    arrays = [
-        leaf.data if leaf.placement is target else convert(leaf, target)
-        for leaf, target in zip(leaves, targets)
-    ]
-    lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
-    results = start.start(program, read, arrays, (floats, ints, complexes), lines)
-    checked = index_checks.stamp()
-    is_verified = config.verify_programs and len(planned.key.device_ids) > 1
-    if is_verified and isinstance(program, Program):
-        verification.verify(program, (floats, ints, complexes), arrays, results)
-    donated = planned.key.donated
-    if donated:
-        counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
-    for storage, array, placement in zip(live, results, program.out_placements):
-        if isinstance(storage, StackStorage):
-            stacked_state.settle(storage, array, placement, checked)
-        else:
-            storage.value.settle(array, placement, None)
-            _commit(storage, storage.value)
-    for storage, leaf in planned.state.held.items():
-        _commit(storage, leaf)
-    if checked is not None:
-        for storage in (*live, *planned.state.held):
-            storage.value.checked = checked
-    if guard is not None and guard.after_start is not None and isinstance(program, Program):
-        guard.after_start(planned, program)
-
-
-def _program_label() -> str:
-    """The prefix of the names of programs."""
-    return "spmd" if this_thread.cut_guard is None else this_thread.cut_guard.label
-
-
-def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
-    """The program for growing sizes that computes a cut; None if it needs its own program."""
-    if (
-        this_thread.cut_guard is not None
-        or not config.bound_growing_sizes
-        or config.verify_programs
-    ):
-        return None
-    return growing_sizes.find_program(planned.key, planned.graph)
-
-
-def _commit(storage: Storage, value: Value) -> None:
-    """Makes a leaf the storage's computed value, resharded if the mark has other devices."""
-    sharding = storage.sharding
-    placement = value.placement
-    if (
-        sharding is not None
-        and placement.manual is None
-        and placement.with_room(None) is not marked_placement(sharding)
-    ):
-        move(value, marked_placement(sharding))
-    storage.write(value)
-
-
-def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None) -> None:
+def _execute_apart(
+    live: list[Storage],
+    error: Exception,
+    wanted: Storage | None,
+    attempts: _Attempts,
+    *,
+    leaves_lock: bool,
+) -> list[Compilation]:
     """After the common program of these storages failed, runs one program for each group.
 
     Raises the error of the group that contains `wanted`; without `wanted`, that of the first group
     that fails.
+
+    Args:
+        live: the storages.
+        error: why their common program failed.
+        wanted, attempts, leaves_lock: as for `_cut`.
+
+    Returns:
+        What is to be compiled before. Nothing was started then.
     """
-    groups = _groups(live)
+    found = groups(live)
     # A region of `steps.compile` has one program.
-    if len(groups) == 1 or this_thread.cut_guard is not None:
+    if len(found) == 1 or this_thread.cut_guard is not None:
         for storage in live:
             storage.fail()
         raise error
+    missing = _missing(found, attempts.made) if leaves_lock else []
+    if missing:
+        attempts.failed = {s: s.value for s in live}, error
+        _request(live)
+        return missing
     counters.count("cuts_run_apart")
     raised = None
-    waiting = list(groups)
+    waiting = list(found)
     try:
-        for group in groups:
+        for group in found:
             try:
-                _execute(group, donates=False)  # the others may read the same leaves
+                # The others may read the same leaves.
+                execute(group, donates=False, made=attempts.made)
             except Exception as again:
                 for storage in group:
                     storage.fail()
@@ -353,41 +328,41 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
         raise
     if raised is not None:
         raised.add_note(
-            f"The other tensors that were pending, {len(groups) - 1} group(s) of them, ran apart."
+            f"The other tensors that were pending, {len(found) - 1} group(s) of them, ran apart."
         )
         raise raised
+    return []
 
 
-def _groups(live: list[Storage]) -> list[list[Storage]]:
-    """The storages in groups that share no pending operation, in the given order."""
-    group_of: dict[Value, list[Storage]] = {}
-    groups: list[list[Storage]] = []
-    for storage in live:
-        nodes, _ = collect([storage])
-        merged = [storage]
-        for node in nodes:
-            other = group_of.get(node)
-            if other is not None and other is not merged:
-                groups = [g for g in groups if g is not other]
-                other.extend(merged)
-                for known, group in group_of.items():
-                    if group is merged:
-                        group_of[known] = other
-                merged = other
-            group_of[node] = merged
-        groups = [*(g for g in groups if g is not merged), merged]
-    return groups
+def _missing(found: list[list[Storage]], made: Made) -> list[Compilation]:
+    """What is to be compiled before each of these groups can run."""
+    missing = []
+    try:
+        for group in found:
+            with suppress(Exception):  # it is raised again when the group runs
+                missing.append(
+                    execute(group, donates=False, made=made, leaves_lock=True, starts=False)
+                )
+    except BaseException:
+        _request([storage for group in found for storage in group])
+        raise
+    return [each for each in missing if each is not None]
 
 
 def materialize(storage: Storage) -> Value:
     """The storage's value, computed by a cut if it is pending."""
     refuse_inside()
-    with lock:
-        if storage.value.data is None:
-            storage.request()
-            cut(wanted=storage)
-        refuse_stand_in(storage.value)
-        return storage.value
+    while True:
+        leaves_lock = _can_leave_lock()
+        with lock:
+            if storage.value.data is None:
+                storage.request()
+                if not leaves_lock:
+                    cut(wanted=storage)
+            if storage.value.data is not None:
+                refuse_stand_in(storage.value)
+                return storage.value
+        cut(wanted=storage)  # again if another thread has written it meanwhile
 
 
 def to_host(storage: Storage) -> torch.Tensor:

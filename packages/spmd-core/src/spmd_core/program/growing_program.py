@@ -78,9 +78,13 @@ class Bounded:
     targets: tuple[Placement, ...]
     number: int
 
+    def name(self, name: str) -> str:
+        """The program's name: that of the cut's own program with the bound."""
+        return f"{name}_{self.key.bound}"
+
     def program(self, name: str) -> Program:
-        """The program, from the cache or newly compiled; its name is this one with the bound."""
-        return compile_cache.get(self.key, lambda: self.graph, f"{name}_{self.key.bound}")
+        """The program, from the cache or newly compiled, for a cut whose own has this name."""
+        return compile_cache.get(self.key, lambda: self.graph, self.name(name))
 
 
 @dataclass

@@ -274,6 +274,27 @@ def collect(
     return nodes, list(dict.fromkeys(x for x in read if x.data is not None))
 
 
+def groups(live: list[Storage]) -> list[list[Storage]]:
+    """The storages in groups that share no pending operation, in the given order."""
+    group_of: dict[Value, list[Storage]] = {}
+    groups: list[list[Storage]] = []
+    for storage in live:
+        nodes, _ = collect([storage])
+        merged = [storage]
+        for node in nodes:
+            other = group_of.get(node)
+            if other is not None and other is not merged:
+                groups = [g for g in groups if g is not other]
+                other.extend(merged)
+                for known, group in group_of.items():
+                    if group is merged:
+                        group_of[known] = other
+                merged = other
+            group_of[node] = merged
+        groups = [*(g for g in groups if g is not merged), merged]
+    return groups
+
+
 def _origins(nodes: list[Value]) -> tuple[source_lines.Origin | None, ...]:
     origins = tuple(origin_of(node) for node in nodes)
     return origins if any(origins) else ()
