@@ -213,6 +213,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         lr=lr,
         min_lr=lr / 10 if config.min_lr < 0 else config.min_lr,
         data=tuple(config.data),
+        # A pipeline seeds torch's generator for each microbatch, which no captured step may.
+        capture=config.capture and not (config.strategy == "pipeline" and config.dropout),
     )
     if config.workers and not config.pack:
         raise KnobError(

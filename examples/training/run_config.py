@@ -64,6 +64,12 @@ class RunConfig:
         resumable=True,
     )
     results: str = knob("", "file for the report as JSON; empty: none", resumable=True)
+    capture: bool = knob(
+        True,
+        "run the step's program again, without recording it, once two steps agree",
+        action=argparse.BooleanOptionalAction,
+        resumable=True,
+    )
     progress: bool = knob(
         True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
