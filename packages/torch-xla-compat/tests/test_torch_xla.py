@@ -104,7 +104,7 @@ def test_a_captured_step_refuses_what_it_would_leave_out():
         print(x.shape)
         return x + 1
 
-    with pytest.raises(spmd.errors.CaptureError, match="got a print at .*test_torch_xla.py"):
+    with pytest.raises(spmd.errors.CaptureError, match=r"got a print at .*test_torch_xla\.py"):
         torch_xla.compile(step, capture=True)(torch.ones(3, device="xla"))
 
 
