@@ -41,6 +41,7 @@ from spmd_core.modules.offloading import save_on_host
 from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
 from spmd_core.modules.scan_layers import scan_layers
+from spmd_core.modules.scan_model import scan_model
 from spmd_core.planner.plan import is_planning, plan
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
@@ -121,6 +122,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "pipeline",
     "pipeline_loss",
     "Pipeline",
+    "scan_model",
     "scan_layers",
     "scan",
     "context_parallel",

@@ -52,6 +52,32 @@ def test_trees_directions_and_lengths():
     assert last.item() == 0 and ys.cpu().shape == (0, 4)
 
 
+def test_a_result_whose_gradient_is_not_asked_for_costs_none():
+    """Of the carry, of all y, of one of them; also a second time, with other gradients."""
+
+    def compute(device, w, x):
+        def fn(c, x):
+            c = torch.tanh(c @ w + x)
+            return c, (c, c.sin() * w.sum(), c.detach())
+
+        last, (carries, sines, _) = on(device)[0](fn, x[0], x)
+        weights = torch.linspace(0, 1, 4, device=device)
+        losses = [(last * weights).sum(), (sines * weights).sum(), carries[1].square().sum()]
+        losses.append(losses[0] + losses[1])
+        found = [torch.autograd.grad(loss, (w, x), retain_graph=True) for loss in losses]
+        again = torch.autograd.grad(losses[2], (w, x), create_graph=True)
+        second = torch.autograd.grad(again[0].sum(), (w, x))
+        return [last, *(g for pair in found for g in pair), *second]
+
+    both(compute, torch.randn(4, 4) / 2, X, rtol=1e-3)
+    w, x = (t.to("xla").requires_grad_() for t in (torch.randn(4, 4), torch.randn(6, 2, 4)))
+    last, carries = scan(lambda c, x: (c @ w + x, c @ w), x[0], x)
+    for loss, count in ((last.sum(), 0), (last.sum() + carries.sum(), 1)):
+        text = spmd.debugging.operations(torch.autograd.grad(loss, w, retain_graph=True)[0])
+        made = [line.split("(")[0] for line in text.splitlines() if "-> float32[6, 2, 4]" in line]
+        assert sum("expand" in name or "zeros" in name for name in made) == count, text
+
+
 def test_loops_and_branches_in_a_loop():
     def compute(device, w, x):
         loop, choose = on(device)

@@ -394,6 +394,11 @@ def test_layers_that_do_what_no_loop_can():
             kept.append(x + 1)
             return x
 
+    class Remembers(nn.Module):
+        def forward(self, x):
+            self.last = [x * 2]
+            return x
+
     counts = [Counts().to("xla") for _ in range(2)]
     for layers, error, message in (
         (counts, ControlFlowError, "an assignment to count of a Counts. Return the new value"),
@@ -401,6 +406,16 @@ def test_layers_that_do_what_no_loop_can():
             [nn.BatchNorm1d(4).to("xla") for _ in range(2)],
             ControlFlowError,
             "a write in place to running_mean of a BatchNorm1d.*call eval",
+        ),
+        (
+            [Leaks(), Leaks()],
+            ControlFlowError,
+            r"float32\[3, 4\].*, in a list, closure or hook of a Leaks\. Return it",
+        ),
+        (
+            [Remembers(), Remembers()],
+            ControlFlowError,
+            r"keep no tensor .*, in attribute last of a Remembers\. Return it",
         ),
         ([Reads(), Reads()], ControlFlowError, "got a read on the host.*Read before or after"),
         ([nn.Linear(4, 5).to("xla")] * 2, TypeError, r"\(here a Linear\) has the shapes .*3, 5\]"),
@@ -412,9 +427,6 @@ def test_layers_that_do_what_no_loop_can():
     assert [layer.count.item() for layer in counts] == [0, 0]
     normed = [nn.BatchNorm1d(4).to("xla").eval() for _ in range(2)]  # as the error says
     assert spmd.scan_layers(normed, x).cpu().abs().sum() == 0
-    spmd.scan_layers([Leaks(), Leaks()], x)
-    with pytest.raises(ControlFlowError, match=r"used later\. Return it from the function"):
-        kept[0].cpu()
     with pytest.raises(ControlFlowError, match=r"not transformed by torch\.func"):
         torch.func.grad(lambda x: spmd.scan_layers([nn.Tanh(), nn.Tanh()], x).sum())(x)
     layers = [Again().to("xla") for _ in range(2)]

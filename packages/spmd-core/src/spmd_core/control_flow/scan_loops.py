@@ -5,8 +5,9 @@ again there instead: what depends on nothing that changes from run to run, such 
 only rearranges or marks a value that is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Loop:
         *,
         length: int,
         reverse: bool,
+        replaced: Mapping[Value, Value] = MappingProxyType({}),
     ) -> "Loop":
         """The scan of what a recording has.
 
@@ -56,10 +58,11 @@ class Loop:
             outputs: the new carry, and what is stacked.
             length: the number of iterations.
             reverse: whether it begins with the last one.
+            replaced: for values the others that are read in their place.
         """
         carry, stacked, others = parameters
         subgraph, outer, numbers = recording.subgraph(
-            [*carry, *stacked, *others], [*outputs[0], *outputs[1]]
+            [*carry, *stacked, *others], [*outputs[0], *outputs[1]], replaced
         )
         num_carry, num_stacked = len(carry), len(stacked)
         outs = (
@@ -95,7 +98,7 @@ class Backward:
         loop: its carry is the carry's gradient, where it has one, and the sums for closed-over
             tensors; it goes over what was kept, slices and the gradients of y.
         carry: the positions of the carry that has gradients.
-        y: the positions of such y.
+        y: the positions of y whose gradients are given.
         slices: the positions of stacks, whose slices it reads.
         reads_index: whether it reads the number of the iteration.
         closed_over: the positions of closed-over tensors that have gradients.
@@ -119,7 +122,9 @@ class Gradients:
     """
 
     def __init__(self, step: Step) -> None:
-        self._step, recording = step, step.recording
+        recording = self._recording = step.recording
+        self._carried, self._slices = ([x for _, x in pairs] for pairs in (step.carry, step.x))
+        self._index = step.index[1]
         self._carry = [i for i, (t, _) in enumerate(step.carry) if t.requires_grad]
         self._y = [i for i, t in enumerate(step.y) if t.requires_grad]
         stacks = [i for i, (t, _) in enumerate(step.x) if t.requires_grad]
@@ -128,9 +133,14 @@ class Gradients:
             outputs = [*(step.next_carry[i] for i in self._carry), *(step.y[i] for i in self._y)]
             marks = [step.carry[i][0]._handle.sharding for i in self._carry]
             marks += [None] * len(self._y)
-            self._cotangents = [
+            cotangents = [
                 recording.argument(t._handle.spec.logical, mark, name="")
                 for t, mark in zip(outputs, marks)
+            ]
+            self._cotangents = [value for _, value in cotangents]
+            # Before what may read them, as operations run in the order of recording.
+            zeros: list[Any] = [
+                torch.zeros(step.y[i].shape, dtype=step.y[i].dtype, device="xla") for i in self._y
             ]
             inputs: list[XLAShardedTensor] = [
                 *(step.carry[i][0] for i in self._carry),
@@ -139,7 +149,7 @@ class Gradients:
             ]
             with torch.autocast("xla", enabled=False):  # as backward() runs
                 found = derivatives.vector_jacobian_product(
-                    outputs, inputs, [t for t, _ in self._cotangents]
+                    outputs, inputs, [t for t, _ in cotangents]
                 )
             ends = (len(self._carry), len(self._carry) + len(stacks))
             of_carry: list[Any] = [
@@ -150,16 +160,18 @@ class Gradients:
             of_stacks = [g for g in found[ends[0] : ends[1]] if g is not None]
             of_closed = [(i, g) for i, g in zip(closed, found[ends[1] :]) if g is not None]
             self._closed_over = [i for i, _ in of_closed]
-            self._sums = [self._sum(recording.captured[i]) for i in self._closed_over]
-            sums: list[Any] = [t + g for (t, _), (_, g) in zip(self._sums, of_closed)]
+            totals = [self._sum(recording.captured[i]) for i in self._closed_over]
+            sums: list[Any] = [t + g for (t, _), (_, g) in zip(totals, of_closed)]
             recording.check_writes()
+        self._sums = [value for _, value in totals]
         with lock:
             self._next = [read(t._handle) for t in (*of_carry, *sums)]
             self._of_stacks = [read(t._handle) for t in of_stacks]
+            self._zeros = [read(t._handle) for t in zeros]
 
     def _sum(self, captured: Captured) -> tuple[XLAShardedTensor, Value]:
         handle = captured.stand_in._handle
-        return self._step.recording.argument(handle.spec.logical, handle.sharding, name="")
+        return self._recording.argument(handle.spec.logical, handle.sharding, name="")
 
     def kept(self, forward: Sequence[Value]) -> list[Value]:
         """The values of each iteration that are kept for backward.
@@ -167,10 +179,10 @@ class Gradients:
         Args:
             forward: what the function returns.
         """
-        recording = self._step.recording
+        recording = self._recording
         first_run = set(recording.own_nodes(forward))
-        changing = {value for _, value in (*self._step.carry, *self._step.x, self._step.index)}
-        carried = {value for _, value in self._step.carry}
+        carried = set(self._carried)
+        changing = {*carried, *self._slices, self._index}
         same: dict[Value, bool] = {}
 
         for node in recording.own_nodes(forward):  # operands come first
@@ -201,33 +213,49 @@ class Gradients:
         return sorted(found, key=lambda x: getattr(x.parent or x, "serial", 0))
 
     def backward(
-        self, kept: Sequence[Value], closed: Sequence[Value], *, length: int, reverse: bool
+        self,
+        kept: Sequence[Value],
+        closed: Sequence[Value],
+        given: Collection[int],
+        *,
+        length: int,
+        reverse: bool,
     ) -> Backward:
-        """The loop of the gradients, which reads what was kept."""
-        step, recording = self._step, self._step.recording
+        """The loop of the gradients, which reads what was kept.
+
+        Args:
+            kept: these values.
+            closed: those of what the function closes over.
+            given: the positions of y whose gradients are given; those of the others are zero, and
+                no stack of zeros is made for them.
+            length: the number of iterations.
+            reverse: whether it begins with the last one.
+        """
+        recording = self._recording
         outputs = [*self._next, *self._of_stacks]
         read_values = read_by(recording, outputs, kept)
-        slices = [i for i, (_, value) in enumerate(step.x) if value in read_values]
-        reads_index = step.index[1] in read_values
+        slices = [i for i, value in enumerate(self._slices) if value in read_values]
+        reads_index = self._index in read_values
         num = len(self._carry)
-        cotangents = [value for _, value in self._cotangents]
+        of_y = dict(zip(self._y, self._cotangents[num:]))
+        zeros = {of_y[i]: zero for i, zero in zip(self._y, self._zeros) if i not in given}
         stacked = [
             *kept,
-            *(step.x[i][1] for i in slices),
-            *([step.index[1]] if reads_index else []),
-            *cotangents[num:],
+            *(self._slices[i] for i in slices),
+            *([self._index] if reads_index else []),
+            *(value for i, value in of_y.items() if i in given),
         ]
-        carry = [*cotangents[:num], *(value for _, value in self._sums)]
+        carry = [*self._cotangents[:num], *self._sums]
         loop = Loop.of(
             recording,
             (carry, stacked, closed),
             (self._next, self._of_stacks),
             length=length,
             reverse=reverse,
+            replaced=zeros,
         )
-        return Backward(
-            loop, self._carry, self._y, slices, reads_index, self._closed_over, self._stacks
-        )
+        y = [i for i in self._y if i in given]
+        return Backward(loop, self._carry, y, slices, reads_index, self._closed_over, self._stacks)
 
 
 def _is_rearranged(node: Value) -> bool:

@@ -4,6 +4,8 @@ Its function is recorded once, with its vector-Jacobian product behind it if a g
 for; `control_flow.scan_loops` makes a loop of each.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from spmd_core.control_flow.scan_loops import Backward, Gradients, Loop
 from spmd_core.control_flow.scan_steps import read_by, record_step
 from spmd_core.errors import ControlFlowError
 from spmd_core.graph.recorders import lock
-from spmd_core.graph.storage import read
+from spmd_core.graph.storage import Storage, read
+from spmd_core.graph.values import Value
 from spmd_core.recording.calls import inherit
 from spmd_core.recording.functions import inside
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -88,6 +91,7 @@ def scan_inside(
     *,
     length: int | None = None,
     reverse: bool = False,
+    on_kept: Callable[[Sequence[Storage]], None] | None = None,
 ) -> tuple[Any, Any]:
     """As `scan`, of a function that sets something which its backward reads.
 
@@ -99,6 +103,7 @@ def scan_inside(
         xs: what the loop goes over.
         length: the number of iterations.
         reverse: whether the loop begins with the last slice.
+        on_kept: called if tensors of an iteration are kept after it, with their storages.
     """
     require_callable("fn", fn)
     require_bool("reverse", reverse)
@@ -115,6 +120,8 @@ def scan_inside(
     plan, closed_over, y_tree = _plan(
         around, flat, (carry, carry_tree), stacks, length=length, reverse=reverse
     )
+    if on_kept is not None and (kept := plan.kept_tensors()):
+        on_kept(kept)
     operands = [*carry, *stacks, *closed_over]
     if any(plan.differentiable):
         results = _Scan.apply(plan, *operands)
@@ -163,7 +170,10 @@ class _Plan:
         reads_index: whether the function reads the number of the iteration, as it is random.
         differentiable: for each result whether it has a gradient.
         record: what the function has recorded.
-        backward: the loop of the gradients; None if no result has one.
+        vjp: its gradients; None if no result has one.
+        kept: the values of each iteration that these read.
+        closed: those of what it closes over.
+        made: the storages that the function has made.
     """
 
     around: Callable[[], AbstractContextManager[Any]]
@@ -179,7 +189,16 @@ class _Plan:
     reads_index: bool
     differentiable: list[bool]
     record: Record
-    backward: Backward | None = None
+    vjp: Gradients | None
+    kept: list[Value]
+    closed: list[Value]
+    made: "list[weakref.ref[Storage]]"
+
+    def kept_tensors(self) -> list[Storage]:
+        """The storages of tensors that the function has made, and something outside has kept."""
+        if any(made() is not None for made in self.made):
+            gc.collect()  # what is left in a cycle is not kept
+        return [storage for made in self.made if (storage := made()) is not None]
 
     def run(
         self, operands: Sequence[XLAShardedTensor]
@@ -195,30 +214,51 @@ class _Plan:
         found: Any = [torch.arange(self.length, device="xla")] if is_read else []
         return found
 
+    def _backward(self, grads: Sequence[XLAShardedTensor | None]) -> Backward:
+        """The loop of the gradients, where those of some results are given."""
+        assert self.vjp is not None
+        given = [i for i in range(self.num_y) if grads[self.num_carry + i] is not None]
+        options: Any = {"length": self.length, "reverse": not self.reverse}
+        return self.vjp.backward(self.kept, self.closed, given, **options)
+
     def gradients(
         self,
         operands: Sequence[XLAShardedTensor],
         kept: Sequence[XLAShardedTensor],
-        grads: Sequence[XLAShardedTensor],
+        grads: Sequence[XLAShardedTensor | None],
     ) -> list[XLAShardedTensor | None]:
-        """The gradients of the operands."""
-        back = self.backward
-        assert back is not None
+        """The gradients of the operands.
+
+        Args:
+            operands: the operands.
+            kept: what the forward loop has kept.
+            grads: the gradients of the results; None for zeros.
+        """
+        back, given = self._backward(grads), self._with_zeros(grads, self.num_carry)
         num = self.num_carry + self.num_stacks
         stacks, closed_over = operands[self.num_carry : num], operands[num:]
         sums: Any = [torch.zeros_like(closed_over[i]) for i in back.closed_over]
         results = back.loop.run(
             [
-                *(grads[i] for i in back.carry),
+                *(given[i] for i in back.carry),
                 *sums,
                 *kept,
                 *(stacks[i] for i in back.slices),
                 *self._index(back.reads_index),
-                *(grads[self.num_carry + i] for i in back.y),
+                *(given[self.num_carry + i] for i in back.y),
                 *closed_over,
             ]
         )
         return self._in_order(back, results, operands)
+
+    def _with_zeros(self, grads: Sequence[XLAShardedTensor | None], count: int) -> Sequence[Any]:
+        """The gradients, the first of them with zeros in place of None."""
+        outs = self.forward.entry.outs
+        filled: list[Any] = [
+            torch.zeros(out.shape, dtype=out.dtype, device="xla") if grad is None else grad
+            for grad, out in zip(grads[:count], outs)
+        ]
+        return [*filled, *grads[count:]]
 
     def _in_order(
         self,
@@ -240,11 +280,11 @@ class _Plan:
         return found
 
     def differentiable_gradients(
-        self, operands: Sequence[XLAShardedTensor], grads: Sequence[XLAShardedTensor]
+        self, operands: Sequence[XLAShardedTensor], grads: Sequence[XLAShardedTensor | None]
     ) -> list[XLAShardedTensor | None]:
         """As `gradients`, by scans that can be differentiated again."""
-        back = self.backward
-        assert back is not None
+        filled = self._with_zeros(grads, len(grads))
+        back = self._backward(filled)
         if self.reads_index or back.reads_index:
             raise ControlFlowError(
                 "a scan whose function draws random numbers has gradients, and no gradients of "
@@ -287,8 +327,8 @@ class _Plan:
             return (made[: ends[0]], sums), made[ends[1] :]
 
         zeros = [torch.zeros_like(operands[num + i]) for i in back.closed_over]
-        first = ([grads[i] for i in back.carry], zeros)
-        given = (stacks, carries, [grads[self.num_carry + i] for i in back.y])
+        first = ([filled[i] for i in back.carry], zeros)
+        given = (stacks, carries, [filled[self.num_carry + i] for i in back.y])
         options["reverse"] = not self.reverse
         (cotangents, sums), of_stacks = scan_inside(self.around, product, first, given, **options)
         return self._in_order(back, [*cotangents, *sums, *of_stacks], operands)
@@ -306,6 +346,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, plan: _Plan, *operands: XLAShardedTensor) -> Any:
         results, kept = plan.run(operands)
         ctx.plan, ctx.num_operands = plan, len(operands)
+        ctx.set_materialize_grads(False)  # a stack of zeros may be large
         ctx.save_for_backward(*operands, *kept)
         ctx.mark_non_differentiable(
             *(result for result, has in zip(results, plan.differentiable) if not has)
@@ -369,7 +410,9 @@ def _plan(
         Record.of(
             loop.entry.subgraphs, loop.numbers, [each.tensor for each in captured], loop.outer
         ),
+        gradients,
+        kept,
+        closed,
+        recording.close(),
     )
-    if gradients is not None:
-        plan.backward = gradients.backward(kept, closed, length=length, reverse=not reverse)
     return plan, [inside(each.tensor) for each in captured], step.y_tree

@@ -1,6 +1,7 @@
 """Layers of one structure as one loop: the first layer is called with the tensors of each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.control_flow.scans import scan_inside
 from spmd_core.errors import ControlFlowError, WrapError
+from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import origin_of
 from spmd_core.modules.alike import differences, guarded
 from spmd_core.modules.layer_stacks import stacked
 from spmd_core.modules.other_tensors import having
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,7 +24,14 @@ Step = Callable[[nn.Module, Any, Any], tuple[Any, Any]]
 """`step(layer, carry, x)` calls the layer, and returns the new carry, and what is stacked."""
 
 
-def run_layers(layers: Sequence[nn.Module], step: Step, init: Any, xs: Any = None) -> Any:
+def run_layers(
+    layers: Sequence[nn.Module],
+    step: Step,
+    init: Any,
+    xs: Any = None,
+    *,
+    unread: Collection[str] = (),
+) -> Any:
     """What `control_flow.scan` returns of `step`, called for one layer after another.
 
     Python calls `step` with the first layer, whose parameters and buffers are those of all layers
@@ -31,6 +42,7 @@ def run_layers(layers: Sequence[nn.Module], step: Step, init: Any, xs: Any = Non
         step: calls the layer that it gets.
         init: the first carry.
         xs: what else differs between layers: tensors of shape `(number of layers, ...)`.
+        unread: attributes of the layers themselves that may differ, as `step` sees to them.
 
     Raises:
         ValueError: the layers differ in more than the values of their parameters and buffers.
@@ -42,7 +54,7 @@ def run_layers(layers: Sequence[nn.Module], step: Step, init: Any, xs: Any = Non
         return carry, pytree.tree_map_only(torch.Tensor, lambda t: t.unsqueeze(0), y)
     tensors = [_tensors_of(layer) for layer in layers]
     for index, others in enumerate(tensors[1:], start=1):
-        _require_alike(tensors[0], others, index)
+        require_alike(tensors[0], others, index)
     by_name = {name: [each[name] for each in tensors] for name in tensors[0]}
     shared = {name: own[0] for name, own in by_name.items() if len(set(map(id, own))) == 1}
     stacks = {
@@ -51,15 +63,22 @@ def run_layers(layers: Sequence[nn.Module], step: Step, init: Any, xs: Any = Non
         if name not in shared
     }
     loop = _Loop(layers[0], step, shared)
-    with guarded(differences(layers)):
-        return scan_inside(loop.active, loop.call, init, (stacks, xs), length=len(layers))
+    with guarded(differences(layers, unread)):
+        return scan_inside(
+            loop.active,
+            loop.call,
+            init,
+            (stacks, xs),
+            length=len(layers),
+            on_kept=functools.partial(_refuse_kept, layers[0]),
+        )
 
 
 def _tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return dict((*layer.named_parameters(), *layer.named_buffers()))
 
 
-def _require_alike(first: Tensors, other: Tensors, index: int) -> None:
+def require_alike(first: Tensors, other: Tensors, index: int) -> None:
     """Raises WrapError if the tensors of a layer differ from the first one's in form."""
     if first.keys() != other.keys():
         raise WrapError(
@@ -118,6 +137,28 @@ class _Loop:
                     "running statistics are written, or call the layers one after another."
                 )
         return result
+
+
+def _refuse_kept(layer: nn.Module, kept: Sequence[Storage]) -> None:
+    """Raises ControlFlowError, as tensors of an iteration are kept."""
+    storage = kept[0]
+    holders = [
+        f"attribute {name}.{key}".replace(" .", " ")
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if any(
+            isinstance(leaf, XLAShardedTensor) and leaf._handle.storage is storage
+            for leaf in pytree.tree_leaves(value)
+        )
+    ]
+    origin = origin_of(storage.value)
+    made = "" if origin is None else f", made at {origin}"
+    raise ControlFlowError(
+        "layers that run as one loop keep no tensor that they compute, as it has a value in each "
+        f"iteration and none outside; got one of {storage.spec!r}{made}, in "
+        f"{holders[0] if holders else 'a list, closure or hook'} of a {type(layer).__name__}. "
+        "Return it, or call the layers one after another."
+    )
 
 
 def _state_of(tensor: Any) -> tuple[Any, int]:

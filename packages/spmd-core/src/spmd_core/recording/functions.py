@@ -12,9 +12,11 @@ any marked tensor: what a loop's body computes is split as it is outside, in eac
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -196,18 +198,43 @@ class FunctionRecording:
             if name and (storage.version or tensor._handle is not storage):
                 raise self._refused_write(name, tensor)
 
-    def own_nodes(self, values: Sequence[Value], known: Sequence[Value] = ()) -> list[Value]:
+    def close(self) -> "list[weakref.ref[Storage]]":
+        """Forgets the tensors of the function, which has recorded all that it will.
+
+        Returns:
+            References to their storages.
+        """
+        made = [weakref.ref(x) for x in self._own if self._has_made(x.value)]
+        self._captured.clear()
+        self._stand_ins.clear()
+        self._own.clear()
+        return made
+
+    def _has_made(self, value: Value) -> bool:
+        """Whether a value is a stand-in of this function, or computed by it."""
+        if value.data is not None:
+            return isinstance(value.data, StandIn) and value.data.start == self._start
+        return (value.parent or value).serial > self._start
+
+    def own_nodes(
+        self,
+        values: Sequence[Value],
+        known: Sequence[Value] = (),
+        replaced: Mapping[Value, Value] = MappingProxyType({}),
+    ) -> list[Value]:
         """The operations of the function that values depend on, in the order of recording.
 
         Args:
             values: the values.
             known: values whose operations are left out, unless another one needs them.
+            replaced: for values the others that are read in their place.
         """
         stop = set(known)
         found: dict[Value, None] = {}
         pending = [value for value in values if value not in stop]
         while pending:
             value = pending.pop()
+            value = replaced.get(value, value)
             node = value.parent or value
             if node in found or not self.is_recorded(node):
                 continue
@@ -220,21 +247,30 @@ class FunctionRecording:
         return node.data is None and node.serial > self._start
 
     def subgraph(
-        self, parameters: Sequence[Value], outputs: Sequence[Value]
+        self,
+        parameters: Sequence[Value],
+        outputs: Sequence[Value],
+        replaced: Mapping[Value, Value] = MappingProxyType({}),
     ) -> tuple[Subgraph, list[Value], list[Any]]:
         """What computes some values from others.
+
+        Args:
+            parameters: those that are given.
+            outputs: those that are computed.
+            replaced: for values the others that are read in their place.
 
         Returns:
             The subgraph; the values from outside that are its last parameters, behind those given;
             and its scalar inputs.
         """
-        nodes = self.own_nodes(outputs, parameters)
+        nodes = self.own_nodes(outputs, parameters, replaced)
         numbers = {value: -i - 1 for i, value in enumerate(parameters)}
         outer: list[Value] = []
         recorded = []
         count = 0
 
         def number(value: Value) -> int:
+            value = replaced.get(value, value)
             if value not in numbers and isinstance(value, OpResult) and value.parent in first:
                 return first[value.parent] + value.index
             if value not in numbers:
