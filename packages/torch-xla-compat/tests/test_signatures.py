@@ -20,9 +20,9 @@ SIGNATURES = {
         "device_count": "()",
         "sync": "(wait=False, reset_scope=True)",
         "step": "()",
-        "compile": (
+        "compile": (  # `capture` is ours
             "(f=None, full_graph=False, name=None, max_different_graphs=None, "
-            "custom_compile_options=None)"
+            "custom_compile_options=None, *, capture=False)"
         ),
         "set_custom_compile_options": "(options)",
         "manual_seed": "(seed, device=None)",

@@ -67,6 +67,47 @@ def test_compile_in_each_form(form):
     assert result.tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("form", ["call", "decorator"])
+def test_a_captured_step_runs_its_program_again(form):
+    def make(device):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 2).to(device)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = (layer(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    train, right = make("xla"), make("cpu")
+    if form == "decorator":
+        step = torch_xla.compile(capture=True)(train)
+    else:
+        step = torch_xla.compile(train, full_graph=True, name="train", capture=True)
+    batches = torch.randn(6, 4, 3)
+    for x in batches[:3]:
+        torch.testing.assert_close(step(x).cpu(), right(x).detach())
+    met.clear_all()
+    for x in batches[3:]:
+        torch.testing.assert_close(step(x).cpu(), right(x).detach())
+    assert (step.recorded, step.replayed) == (2, 4), step.reason
+    assert met.counter_value("ExecuteReplicated") == 3
+    assert met.counter_value("UncachedCompile") is None
+
+
+def test_a_captured_step_refuses_what_it_would_leave_out():
+    def step(x):
+        print(x.shape)
+        return x + 1
+
+    with pytest.raises(spmd.errors.CaptureError, match=r"got a print at .*test_torch_xla\.py"):
+        torch_xla.compile(step, capture=True)(torch.ones(3, device="xla"))
+
+
 def test_full_graph_refuses_a_read_inside():
     @torch_xla.compile(full_graph=True)
     def reads(x):

@@ -63,15 +63,22 @@ def compile(
     name: str | None = None,
     max_different_graphs: int | None = None,
     custom_compile_options: dict[str, Any] | None = None,
+    *,
+    capture: bool = False,
 ) -> Any:
     """`spmd_core.compile`: runs a function, or as a context a block, as one program.
 
-    `custom_compile_options` apply to all programs from now on.
+    `custom_compile_options` apply to all programs from now on. `capture`, which is not torch_xla's,
+    runs the program of a function again without its Python code, once two calls agree.
     """
     if custom_compile_options is not None:
         _set_compile_options("custom_compile_options", custom_compile_options)
     return spmd.compile(
-        f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs
+        f,
+        full_graph=bool(full_graph),
+        name=name,
+        max_different_graphs=max_different_graphs,
+        capture=capture,
     )
 
 
