@@ -155,6 +155,12 @@ FAULTS = (
         "folded = list(keys)",
     ),
     Fault(
+        "spmd_core/program/passes/costly_values.py",
+        "cosines are computed again in each value that reads them",
+        "                if result.spec.num_elements > size:",
+        "                if result.spec.num_elements < 0:",
+    ),
+    Fault(
         "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",
