@@ -7,6 +7,7 @@ from spmd_core.config import config
 from spmd_core.program.ir import Graph, Op, Rewriter
 from spmd_core.program.passes.attention_layouts import attention_layouts
 from spmd_core.program.passes.batch_sums import batch_sums
+from spmd_core.program.passes.class_orders import class_orders
 from spmd_core.program.passes.costly_values import costly_values
 from spmd_core.program.passes.exact_values import exact_values
 from spmd_core.program.passes.fused_projections import fused_projections
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     paced_gradients,
     late_copies,
     # Materialisation: what is stored.
+    class_orders,
     costly_values,
     exact_values,
     replicated_values,
