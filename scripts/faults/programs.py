@@ -173,6 +173,12 @@ FAULTS = (
         "view = op.source_of_elements(Elements.PERMUTED)",
     ),
     Fault(
+        "spmd_core/program/passes/column_gathers.py",
+        "columns that the major axis splits are gathered as adjacent blocks",
+        "not before[1] or before[1][:-1] != after[1]",
+        "not before[1] or len(before[1]) != len(after[1]) + 1",
+    ),
+    Fault(
         "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",
