@@ -158,6 +158,12 @@ class TrainConfig(RunConfig):
                 "schedule of that run."
             )
 
+    def recorded_because(self) -> str:
+        """Each microbatch of schedule 1f1b replays random numbers, which no captured step may."""
+        if self.strategy == "pipeline" and self.schedule == "1f1b" and self.dropout:
+            return "a captured step has no dropout in a pipeline with --schedule 1f1b"
+        return ""
+
 
 def _stages(options: Mapping[str, Any]) -> tuple[list[str], int] | None:
     """What decides the form of a pipeline's optimizer state; None for other strategies."""

@@ -26,7 +26,7 @@ import sys
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from examples.gpt2 import data, resolve, shardings
 from examples.gpt2.model import mean_targets, next_token_loss
@@ -35,6 +35,7 @@ from examples.training.command import device_of, exit_code
 from examples.training.evaluation import mean_loss, perplexity
 from examples.training.journal import Journal
 from examples.training.log import Report
+from examples.training.one_program import one_program
 from examples.training.remat import recompute
 from examples.training.schedule import decay_groups, warmup_and_cosine
 from spmd_data import MpDeviceLoader
@@ -50,7 +51,6 @@ def run(config: TrainConfig) -> Report:
     """
     config = with_defaults(config)
     saved = resume.read(config)
-    first = saved["step"] if saved else 0
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
     device, mesh = device_of(config), resolve.parsed_mesh(config)
@@ -59,7 +59,7 @@ def run(config: TrainConfig) -> Report:
     input_sharding = shardings.batch_sharding(mesh, minibatch=config.pack) if mesh else None
     batches, eval_batches = (
         MpDeviceLoader(part, device, input_sharding=input_sharding)
-        for part in data.batches(text, config, mesh, first=first)
+        for part in data.batches(text, config, mesh, first=saved["step"] if saved else 0)
     )
 
     # --- Model: single-device code ----------------------------------------------------------------
@@ -81,9 +81,8 @@ def run(config: TrainConfig) -> Report:
 
     # --- Optimizer --------------------------------------------------------------------------------
     groups = decay_groups(model.parameters(), config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
-    floor = config.min_lr / config.lr
-    scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup, floor=floor)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = warmup_and_cosine(optimizer, config, floor=config.min_lr / config.lr)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -91,25 +90,30 @@ def run(config: TrainConfig) -> Report:
     work = resolve.work_of(config)
     journal = Journal(config, saved, device=device, mesh=mesh, work=work, data=text, parts=parts)
 
-    # --- Loop -------------------------------------------------------------------------------------
+    # --- Step -------------------------------------------------------------------------------------
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
-    with journal, batches:
-        for step, batch in journal.steps(batches):
-            losses = []
-            divisor = {"num_targets": mean_targets(batch[1])} if config.pack else {}
-            for part in zip(*batch, strict=True):
-                with autocast:
-                    loss = loss_of(model, *part, **divisor)
-                (loss / config.accumulate).backward()
-                losses.append(loss.detach())
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-            optimizer.step()
-            scheduler.step()
-            # Here and not before the backward: gradients that outlive their step would take memory.
-            optimizer.zero_grad()
 
-            journal.add(torch.stack(losses).mean(), grad_norm)
-            if stages and step == first + 1:
+    @one_program(config)
+    def train(*batch: Tensor) -> tuple[Tensor, Tensor]:
+        divisor = {"num_targets": mean_targets(batch[1])} if config.pack else {}
+        losses = []
+        for part in zip(*batch, strict=True):
+            with autocast:
+                loss = loss_of(model, *part, **divisor)
+            (loss / config.accumulate).backward()
+            losses.append(loss.detach())
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        optimizer.step()
+        # Here and not before the backward: gradients that outlive their step would take memory.
+        optimizer.zero_grad()
+        return torch.stack(losses).mean(), grad_norm
+
+    # --- Loop -------------------------------------------------------------------------------------
+    with journal, batches:
+        for _, batch in journal.steps(batches):
+            journal.add(*train(*batch))
+            scheduler.step()
+            if stages and journal.report.bubble is None:
                 journal.report.bubble = shardings.bubble(stages)
             if journal.evaluation_is_due():
                 eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)

@@ -27,7 +27,7 @@ import math
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from examples.llama_tp import data, lora, resolve, results, shardings
 from examples.llama_tp.model import next_token_loss
@@ -37,6 +37,7 @@ from examples.training.evaluation import mean_loss
 from examples.training.journal import Journal
 from examples.training.layouts import layout_table
 from examples.training.log import Report
+from examples.training.one_program import one_program
 from examples.training.remat import recompute
 from examples.training.schedule import decay_groups, warmup_and_cosine
 from spmd_data import MpDeviceLoader
@@ -86,9 +87,8 @@ def run(config: TrainConfig) -> Report:
     trained = [p for p in model.parameters() if p.requires_grad]  # with LoRA, only the adapters
     num_trained = sum(p.numel() for p in trained)
     groups = decay_groups(trained, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
-    floor = config.min_lr / config.lr
-    scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup, floor=floor)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = warmup_and_cosine(optimizer, config, floor=config.min_lr / config.lr)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -99,23 +99,28 @@ def run(config: TrainConfig) -> Report:
     if config.lora:
         journal.log.say(f"lora   rank {config.lora}, {num_trained:,} parameters")
 
-    # --- Loop -------------------------------------------------------------------------------------
+    # --- Step -------------------------------------------------------------------------------------
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
-    with journal, batches:
-        for _, (x_ABT, y_ABT) in journal.steps(batches):
-            losses = []
-            for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
-                with autocast:
-                    loss = next_token_loss(model, x_BT, y_BT)
-                (loss / config.accumulate).backward()
-                losses.append(loss.detach())
-            grad_norm = nn.utils.clip_grad_norm_(trained, config.clip or math.inf)
-            optimizer.step()
-            scheduler.step()
-            # Here and not before the backward: gradients that outlive their step would take memory.
-            optimizer.zero_grad()
 
-            journal.add(torch.stack(losses).mean(), grad_norm)
+    @one_program(config)
+    def train(x_ABT: Tensor, y_ABT: Tensor) -> tuple[Tensor, Tensor]:
+        losses = []
+        for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
+            with autocast:
+                loss = next_token_loss(model, x_BT, y_BT)
+            (loss / config.accumulate).backward()
+            losses.append(loss.detach())
+        grad_norm = nn.utils.clip_grad_norm_(trained, config.clip or math.inf)
+        optimizer.step()
+        # Here and not before the backward: gradients that outlive their step would take memory.
+        optimizer.zero_grad()
+        return torch.stack(losses).mean(), grad_norm
+
+    # --- Loop -------------------------------------------------------------------------------------
+    with journal, batches:
+        for _, batch in journal.steps(batches):
+            journal.add(*train(*batch))
+            scheduler.step()
             if journal.evaluation_is_due():
                 eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)
                 journal.evaluated(loss=eval_loss)

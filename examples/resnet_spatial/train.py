@@ -26,7 +26,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from examples.resnet_spatial import resolve, shardings
 from examples.resnet_spatial.model import build_model
@@ -37,6 +37,7 @@ from examples.training.average import MovingAverage
 from examples.training.command import device_of, exit_code
 from examples.training.journal import Journal
 from examples.training.log import Report
+from examples.training.one_program import one_program
 from examples.training.schedule import decay_groups, warmup_and_cosine
 from spmd_data import MpDeviceLoader
 
@@ -51,6 +52,7 @@ def run(config: TrainConfig) -> Report:
     """
     config = with_defaults(config)
     saved = resume.read(config)
+    first = saved["step"] if saved else 0
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
     device, mesh = device_of(config), resolve.parsed_mesh(config)
@@ -60,24 +62,24 @@ def run(config: TrainConfig) -> Report:
     input_sharding = shardings.batch_sharding(mesh) if mesh else None
     batches, eval_batches = (
         MpDeviceLoader(part, device, input_sharding=input_sharding)
-        for part in resolve.batches(source, config, first=saved["step"] if saved else 0)
+        for part in resolve.batches(source, config, first=first)
     )
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
     order = torch.channels_last if config.channels_last else torch.contiguous_format
     model = build_model(config.model, num_classes=num_classes, order=order).to(device)
-    average = MovingAverage(model, config.ema) if config.ema else None
+    average = MovingAverage(model, config.ema, num_updates=first) if config.ema else None
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:
-        shardings.replicate([model, *([average.model] if average else [])], mesh)
+        shardings.replicate([model, *([average] if average else [])], mesh)
 
     # --- Optimizer --------------------------------------------------------------------------------
     groups = decay_groups(model.parameters(), config.weight_decay)
     m = config.momentum
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=m, nesterov=m > 0, foreach=True)
-    scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup)
+    scheduler = warmup_and_cosine(optimizer, config)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     parts: dict[str, resume.Stateful]
@@ -89,23 +91,28 @@ def run(config: TrainConfig) -> Report:
         samples = source.train(0, config.batch, config.seed)
         journal.log.picture("images", samples_picture(*samples))
 
-    # --- Loop -------------------------------------------------------------------------------------
+    # --- Step -------------------------------------------------------------------------------------
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
-    with journal, batches:
-        for step, (images_NCHW, labels_N) in journal.steps(batches):
-            with autocast:
-                logits = model(images_NCHW.contiguous(memory_format=order))
-            loss = F.cross_entropy(logits.float(), labels_N, label_smoothing=config.label_smoothing)
-            loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-            optimizer.step()
-            scheduler.step()
-            # Here and not before the backward: gradients that outlive their step would take memory.
-            optimizer.zero_grad()
-            if average:
-                average.update(model, step - 1)
 
-            journal.add(loss.detach(), grad_norm)
+    @one_program(config)
+    def train(images_NCHW: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast:
+            logits = model(images_NCHW.contiguous(memory_format=order))
+        loss = F.cross_entropy(logits.float(), labels_N, label_smoothing=config.label_smoothing)
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        optimizer.step()
+        # Here and not before the backward: gradients that outlive their step would take memory.
+        optimizer.zero_grad()
+        if average:
+            average.update(model)
+        return loss.detach(), grad_norm
+
+    # --- Loop -------------------------------------------------------------------------------------
+    with journal, batches:
+        for _, batch in journal.steps(batches):
+            journal.add(*train(*batch))
+            scheduler.step()
             if journal.evaluation_is_due():
                 figures = evaluate(model, eval_batches, autocast)
                 if average:

@@ -6,35 +6,39 @@ import torch
 from torch import nn
 
 
-class MovingAverage:
+class MovingAverage(nn.Module):
     """A copy of a model whose weights follow the model's slowly.
 
     torch's own `AveragedModel` reads a tensor on the host in every step, to see whether it is the
-    first; on a lazy device that would split each step into two programs.
+    first; on a lazy device that would split each step into two programs. This one counts its
+    updates on the device, so that a captured step can have it.
 
     Args:
         model: on its device, with its shardings, which the copy has too.
-        decay: how much of the average stays in a step. In the first steps it is less, so that
-            random weights are soon forgotten: (1 + step) / (10 + step).
+        decay: how much of the average stays in an update. In the first ones it is less, so that
+            random weights are soon forgotten: (1 + n) / (10 + n) after n of them.
+        num_updates: how many were done before, of a resumed run.
 
     Attributes:
         model: the average, in evaluation mode; it takes no gradients.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    num_updates: torch.Tensor
+
+    def __init__(self, model: nn.Module, decay: float, *, num_updates: int = 0) -> None:
+        super().__init__()
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
+        device = next(model.parameters()).device
+        self.register_buffer("num_updates", torch.tensor(float(num_updates), device=device))
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Moves the average towards the model's weights and running statistics.
-
-        Args:
-            model: the model that is trained.
-            step: the number of updates done before.
-        """
-        share = 1 - min(self._decay, (1 + step) / (10 + step))
+    def update(self, model: nn.Module) -> None:
+        """Moves the average towards the weights and running statistics of what is trained."""
+        # Of the model, in an update: not 1 - (1 + n) / (10 + n), which would cancel in float32.
+        share = (9 / (10 + self.num_updates)).clamp(min=1 - self._decay)
+        self.num_updates += 1
         averages = [*self.model.parameters(), *self.model.buffers()]
         values = [*model.parameters(), *model.buffers()]
         moving = [(a, v) for a, v in zip(averages, values) if a.is_floating_point()]
-        torch._foreach_lerp_([a for a, _ in moving], [v for _, v in moving], share)
+        torch._foreach_lerp_([a for a, _ in moving], [v for _, v in moving], [share] * len(moving))

@@ -117,6 +117,8 @@ class Journal:
         where = f"{self.report.num_devices} {config.device} device(s) {axes or ''}".rstrip()
         self.log.say(f"data   {data.summary}")
         self.log.say(f"model  {work.model}, {work.num_params:,} parameters, on {where}")
+        if self._on_xla and config.capture and (reason := config.recorded_because()):
+            self.log.say(f"step   recorded at each call: {reason}")
         if config.resume:
             self.log.say(resume.said(config, saved, lr=self._next_lr()))
         self._meter = Meter(

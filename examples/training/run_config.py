@@ -64,6 +64,12 @@ class RunConfig:
         resumable=True,
     )
     results: str = knob("", "file for the report as JSON; empty: none", resumable=True)
+    capture: bool = knob(
+        True,
+        "run the step's program again, without recording it, once two steps agree",
+        action=argparse.BooleanOptionalAction,
+        resumable=True,
+    )
     progress: bool = knob(
         True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
@@ -77,6 +83,10 @@ class RunConfig:
         Raises:
             KnobError: it cannot go on with these options.
         """
+
+    def recorded_because(self) -> str:
+        """Why no step of such a run can be captured, in words; empty: it can."""
+        return ""
 
 
 def check_run_config(config: RunConfig, *, axis: str) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from examples.training.run_config import RunConfig
+
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: matrices and tables decay; biases and the weights of norms do not.
@@ -25,10 +27,9 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
     ]
 
 
-def warmup_and_cosine(
-    optimizer: Optimizer, *, steps: int, warmup: int, floor: float = 0.0
-) -> LambdaLR:
-    """A schedule of `lr_factor`, for every group of an optimizer."""
+def warmup_and_cosine(optimizer: Optimizer, config: RunConfig, *, floor: float = 0.0) -> LambdaLR:
+    """A schedule of `lr_factor`, for every group of an optimizer, over the steps of a run."""
+    steps, warmup = config.steps, config.warmup
     return LambdaLR(
         optimizer, lambda step: lr_factor(step, steps=steps, warmup=warmup, floor=floor)
     )

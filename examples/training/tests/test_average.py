@@ -17,9 +17,13 @@ def test_the_average_follows_the_weights(device: str) -> None:
     average = MovingAverage(model, 0.5)
     expected = copy.deepcopy(layer.weight.detach()).cpu()
     for step in range(4):
+        if step == 2:  # a run that is resumed
+            state = average.model.state_dict()
+            average = MovingAverage(model, 0.5, num_updates=step)
+            average.model.load_state_dict(state)
         with torch.no_grad():
             layer.weight.add_(1.0)
-        average.update(model, step)
+        average.update(model)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * layer.weight.detach().cpu()
     averaged = next(average.model.parameters())
@@ -33,7 +37,7 @@ def test_steps_compile_nothing_new_and_read_nothing() -> None:
     spmd.sync()
     before = None
     for step in range(4):
-        average.update(model, step)
+        average.update(model)
         spmd.sync()
         if step == 1:
             before = spmd.metrics.counters()

@@ -294,7 +294,8 @@ class _Schedule:
 
     def run(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The loss, and the gradient of each of `trained`."""
-        self._seeds = torch.randint(2**62, (2,), device="cpu").tolist()
+        # Drawn as random operations draw theirs, so that a captured step draws them, too.
+        self._seeds = [random_stream.draw(), random_stream.draw()]
         region, plan = self._region, self._stages.plan
         self._inside = _Inside(self._model, self._stages, self.trained)
         with inside(region.manual), self._inside.as_parameters():

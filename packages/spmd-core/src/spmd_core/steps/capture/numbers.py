@@ -65,7 +65,10 @@ def seed_positions(entries: Sequence[Entry]) -> list[bool]:
     found: list[bool] = []
     for entry in entries:
         count = len(entry.number_kinds)
-        if entry.traits.has_seeds:
+        if entry.subgraphs:  # whose numbers are those of what it runs
+            for subgraph in entry.subgraphs:
+                found += seed_positions([inner for inner, _ in subgraph.nodes])
+        elif entry.traits.has_seeds:
             found += [True] * count
         else:
             found += [False] * (count - entry.random) + [True] * entry.random

@@ -1,0 +1,99 @@
+"""The scalar inputs of a captured program are what a recorded call has in their place."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import spmd_core as spmd
+from spmd_core.errors import CaptureError
+
+
+def noisy(x, w):
+    """An operation with a seed, between others that have none."""
+    return functional.dropout(x * 1.5, 0.5) @ w + 0.25
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + functional.dropout(self.linear(x), 0.25)
+
+
+def scanned(x, w):
+    return spmd.control_flow.scan(lambda h, _: (noisy(h, w), h), x, None, length=3)[0]
+
+
+def nested(x, w):
+    def inner(h, _):
+        return spmd.control_flow.scan(lambda h, _: (noisy(h, w), h), h, None, length=2)
+
+    return spmd.control_flow.scan(inner, x, None, length=2)[0]
+
+
+def branched(x, w):
+    is_first = x.sum() > 8.5
+    return spmd.control_flow.cond(is_first, lambda h: noisy(h, w), lambda h: noisy(h, w).tanh(), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [scanned, nested, branched], ids=lambda f: f.__name__)
+def test_seeds_inside_of_loops_and_branches(function, mesh_2d):
+    runs = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        w = torch.rand(8, 8).to("xla")
+        spmd.mark_sharding(w, mesh_2d, ("a", "b"))
+        w.requires_grad_()
+
+        def step(x, w=w):
+            w.grad = None
+            functional.dropout(function(x, w), 0.125).square().mean().backward()
+            return w.grad.clone()
+
+        call = spmd.compile(step, capture=capture)
+        runs.append([call(torch.full((5, 8), 1 / (i + 1)).to("xla")).tolist() for i in range(6)])
+        assert not capture or call.replayed == 4, call.reason
+    assert runs[0] == runs[1]
+    assert len({str(run) for run in runs[0]}) == 6
+
+
+@pytest.mark.slow
+def test_dropout_in_layers_that_run_as_a_loop(mesh_2d):
+    runs = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Block() for _ in range(3)).to("xla")
+        for layer in layers:
+            spmd.mark_sharding(layer.linear.weight, mesh_2d, (None, "b"))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1, fused=True)
+
+        def step(x, layers=layers, optimizer=optimizer):
+            loss = (spmd.scan_layers(layers, x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        call = spmd.compile(step, capture=capture)
+        runs.append([call(torch.full((5, 8), float(i)).to("xla")).item() for i in range(5)])
+        assert not capture or call.replayed == 3, call.reason
+    assert runs[0] == runs[1]
+
+
+def test_a_gradient_scaler_is_refused():
+    model = nn.Linear(3, 2).to("xla")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("xla")
+
+    @spmd.compile(capture=True)
+    def step(x):
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with pytest.raises(CaptureError, match="got one that something keeps, float32"):
+        step(torch.ones(4, 3).to("xla"))
