@@ -5,7 +5,7 @@ its value, costs more than all the rest of the call. So a step *parks* them: the
 or that of the storages whose values are the rows of a stack, moves to its `Spot` in `arrays`, and
 each of them is a `Parked` until anything reads or writes its value, its version or its mark. Then
 it has its value back, a new one, and each `Watcher` hears of it. While nothing does, a call
-exchanges items of `arrays`, and no storage is touched.
+exchanges items of `arrays`, and no storage is touched. The watchers hear of its first view, too.
 """
 
 import weakref
@@ -98,7 +98,7 @@ class Spot:
             placement: where that lies.
         """
         if self.placement is not placement:
-            self._tell()
+            self.tell()
         arrays[self.place], self.placement = array, placement
         for reference in self._storages:
             storage = reference()
@@ -128,7 +128,7 @@ class Spot:
                 self._restore(storages, array, placement, newest.checked)
             for storage in storages:  # last, for readers without the lock
                 _set(storage, "__class__", Storage)
-            self._tell()
+            self.tell()
 
     def _new(self) -> Storage:
         """A storage in place of that of a row, which is gone."""
@@ -136,7 +136,8 @@ class Spot:
         (storage.spec, storage.sharding), storage.version = self._like, 0
         return storage
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Has all watchers hear of it."""
         for watcher in [*_watchers]:
             watcher.places.add(self.place)
 
@@ -200,4 +201,11 @@ class Parked(Storage):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _WATCHED:
             give_back(self)
+            _set(self, name, value)
+            return
+        is_first_alias = name == "aliased" and not hasattr(self, name)
         _set(self, name, value)
+        if is_first_alias:
+            spot = _value.__get__(self)
+            if spot.__class__ is Spot:  # else it is getting its value, which is told, too
+                spot.tell()

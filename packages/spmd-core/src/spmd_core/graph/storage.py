@@ -52,11 +52,14 @@ class Storage:
             computed value; and where the program of the pending value failed, so that cuts leave it
             out until it is written or read.
         inference: whether its tensors are inference tensors, as those made in inference mode are.
+        aliased: set once several tensors may have one version counter of autograd's: a view was
+            made, or an alias such as by `detach()`.
     """
 
     __slots__ = (
         "__weakref__",
         "_address",
+        "aliased",
         "committed",
         "inference",
         "recorder",
@@ -70,6 +73,7 @@ class Storage:
     recorder: Recorder | None
     sharding: Sharding | None
     _address: int  # set by the first call of `address`
+    aliased: bool  # set by the first view or alias
     offset = 0  # in elements; a view of the storage may begin elsewhere
 
     def __init__(self, value: Value, spec: Spec) -> None:
@@ -256,6 +260,7 @@ class View:
 
     def __init__(self, base: "Handle", storage: Storage, link: Link, offset: int) -> None:
         self.base, self.storage, self.link, self.offset = base, storage, link, offset
+        storage.aliased = True
         self.spec = link.spec
         self.version = -1  # no value yet
         self.sharding: Sharding | None = None

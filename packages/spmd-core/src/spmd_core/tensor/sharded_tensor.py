@@ -465,6 +465,7 @@ def wrap_alias(handle: Handle) -> XLAShardedTensor:
     them one version counter, or none.
     """
     inference = handle.storage.inference
+    handle.storage.aliased = True
     if inference is torch.is_inference_mode_enabled():
         return wrap(handle)
     with torch.inference_mode(inference):

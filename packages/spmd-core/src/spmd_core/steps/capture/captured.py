@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 from spmd_core.config import config
@@ -30,6 +31,7 @@ from spmd_core.steps.capture import (
     numbers,
     reachable,
 )
+from spmd_core.steps.capture.accumulators import Accumulators
 from spmd_core.steps.capture.agreement import Outcome, Recording
 from spmd_core.steps.capture.bindings import Owned
 from spmd_core.steps.capture.gradients import Installed, Pattern
@@ -149,7 +151,8 @@ class Captured:
     ) -> Any:
         """Records a call, and captures it if one before agrees."""
         before = reachable.walk(self._function, kind.kept, self._names)
-        self.reason = self._reason_of(kind, before)
+        hooked = _hooked(before)
+        self.reason = hooked or self._reason_of(kind, before)
         started: list[tuple[CutPlan, Program]] = []
         with _lines(), host_effects.noted() as effects:
             outcome: list[Outcome] = []
@@ -194,7 +197,7 @@ class Captured:
             reachable.difference(before, after),
             after,
             _decides_by_groups(effects.group_readers, after),
-            agreement.problem(before, after, results, outcome[0]),
+            hooked or agreement.problem(before, after, results, outcome[0]),
         )
         self._compare(kind, recording, before, tensors)
         return found
@@ -355,6 +358,9 @@ def _modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype("xla"),
         torch.are_deterministic_algorithms_enabled(),
         torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        _saves_through_hooks(),
+        forward_ad._current_level,
         config.check_indices,
         config.reduce_gradients_once,
         tuple(sorted(config.compiler_options.items())),
@@ -371,7 +377,28 @@ def _may_replay() -> bool:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.is_anomaly_enabled()
+        and not _saves_through_hooks()
+        and forward_ad._current_level < 0
     )
+
+
+def _hooked(reached: Reached) -> str | None:
+    """Where hooks are that no replay would run, in words; None if there are none."""
+    leaves = [path for path in reached.trained if reached.tensors[path].is_leaf]
+    found = Accumulators([reached.tensors[path] for path in leaves]).hooked()
+    if found is None:
+        return None
+    path = next(path for path in leaves if reached.tensors[path] is found)
+    return (
+        f"a hook is registered at the AccumulateGrad node of {path}, which lives as long as "
+        "something keeps it; register it on the tensor: register_hook or "
+        "register_post_accumulate_grad_hook"
+    )
+
+
+def _saves_through_hooks() -> bool:
+    """Whether hooks of the user's get what autograd saves, outside of the step."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextmanager

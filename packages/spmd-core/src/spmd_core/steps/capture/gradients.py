@@ -23,12 +23,13 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
 from spmd_core.sharding.sharding import Sharding
+from spmd_core.steps.capture.versions import use_count
 from spmd_core.tensor import changes
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 Grads = Mapping[str, torch.Tensor | None]
 _grad_of: Any = vars(torch._C.TensorBase)["grad"].__get__
-_use_count: Any = vars(torch._C.TensorBase)["_use_count"]
+
 
 
 class Change(Enum):
@@ -117,7 +118,7 @@ class Installed:
         return (
             [*map(sys.getrefcount, compress(self.tensors, chosen))],
             [*map(sys.getrefcount, compress(self.storages, chosen))],
-            [*map(_use_count, compress(self.tensors, chosen))],
+            [*map(use_count, compress(self.tensors, chosen))],
         )
 
 

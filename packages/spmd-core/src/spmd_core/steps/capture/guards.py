@@ -16,6 +16,7 @@ import torch
 from spmd_core import releases
 from spmd_core.graph.storage import Storage
 from spmd_core.steps.capture import contents
+from spmd_core.steps.capture.accumulators import Accumulators
 from spmd_core.steps.capture.reachable import MISSING, Reached, held
 from spmd_core.tensor import changes
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -168,6 +169,7 @@ class _Tensors:
         self._handles = [t._handle for t in self._tensors]
         self._hooked = [t for t in self._tensors if id(t) in self._trained and t.is_leaf]
         self._hooks = [x for t in self._hooked for x in _hooks_of(t)]
+        self._accumulators = Accumulators(self._hooked)
         self._attributes = [t.__dict__ for t in reached.attributed]
         self._num_attributes = [*map(len, self._attributes)]
         own = (t._handle.storage for t in self._tensors)
@@ -183,7 +185,7 @@ class _Tensors:
         same = operator.is_
         with torch._C.DisableTorchFunctionSubclass():
             trained = [*map(_requires_grad, self._parameters)]
-        if trained != self._parameters_trained:
+        if trained != self._parameters_trained or self._accumulators.hooked() is not None:
             return False
         if [*map(len, self._attributes)] != self._num_attributes:
             return False

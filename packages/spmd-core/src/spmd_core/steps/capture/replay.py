@@ -23,6 +23,7 @@ from spmd_core.steps.capture.numbers import Numbers, kind_of
 from spmd_core.steps.capture.reachable import Reached
 from spmd_core.steps.capture.returned import Returned
 from spmd_core.steps.capture.state import getter
+from spmd_core.steps.capture.versions import Versions
 from spmd_core.steps.capture.wiring import wire
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -83,7 +84,8 @@ class Replay:
             if binding.kind is Kind.ARGUMENT
         ]
         self._bind_arguments(before, recording, arguments)
-        self._bind_versions()
+        written = {s for n, _ in wiring.writes for s in wiring.units[n].storages()}
+        self._versions = Versions(self.reached, written)
 
     def _bind_arguments(
         self, before: Grads, recording: Recording, arguments: Sequence[XLAShardedTensor]
@@ -100,19 +102,6 @@ class Replay:
             storage = argument._handle.storage
             of_state = storage if storage in self._wiring.storages else None
             self._alias.append(of_state or grads.get(storage))
-
-    def _bind_versions(self) -> None:
-        """Notes what tensors the call writes: autograd sees by their versions that it did."""
-        written = {s for n, _ in self._wiring.writes for s in self._wiring.units[n].storages()}
-        over = [t for t in self.reached.tensors.values() if t._handle.storage in written]
-        attributed = {id(t) for t in self.reached.attributed}
-        counted = [t for t in over if not t.is_inference()]
-        self._versions = [t for t in counted if id(t) in attributed]
-        # The state of an optimizer is in no graph, unless something has read it.
-        self._other_versions: dict[Storage, list[XLAShardedTensor]] = {}
-        for tensor in counted:
-            if id(tensor) not in attributed:
-                self._other_versions.setdefault(tensor._handle.storage, []).append(tensor)
 
     def is_for(self, before: Reached) -> bool:
         """Whether it was meant for calls that reach this, but did not fit for another reason."""
@@ -192,7 +181,9 @@ class Replay:
         with recorders.lock, counters.timed(counters.Activity.PLANNING):
             if self.gradients.take_renewed():
                 self._state.rebind(self._wiring.gradient_units)
-            versions = [*self._versions, *self._versions_of_unparked()]
+            units = self._wiring.units
+            touched = [s for n in self._state.unparked() for s in units[n].storages()]
+            versions = self._versions.outdated(touched)
             results = self._start(arguments, numbers)
             checked = index_checks.stamp()
             self._store(arguments, results, checked)
@@ -200,14 +191,6 @@ class Replay:
             if versions:
                 torch.autograd.graph.increment_version(versions)
             return self._returned.of_call(arguments, results, checked)
-
-    def _versions_of_unparked(self) -> list[XLAShardedTensor]:
-        """Tensors of an optimizer's state that a graph may have, as something has read them."""
-        if not self._other_versions:
-            return []
-        units = self._wiring.units
-        storages = [s for n in self._state.unparked() for s in units[n].storages()]
-        return [t for s in storages for t in self._other_versions.get(s, ())]
 
     def _written_tensors(self, arguments: Sequence[XLAShardedTensor]) -> list[XLAShardedTensor]:
         """The arguments and gradients that the call writes."""
