@@ -14,6 +14,7 @@ folds its position into the key.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,13 +26,34 @@ _cell = torch.empty((), dtype=torch.int64)
 _MAX = 2**63 - 1
 
 
+@dataclass(eq=False)
+class Draws:
+    """The seeds that are drawn while a thread listens.
+
+    Attributes:
+        own: those of that thread, each behind its generator, which is None for the default one.
+        others: of draws by other threads, the generator and the thread's name.
+    """
+
+    own: list[tuple[torch.Generator | None, int]] = field(default_factory=list)
+    others: list[tuple[torch.Generator | None, str]] = field(default_factory=list)
+
+
+# Of the threads that listen.
+# Guarded by: the graph lock. Cleared by: the end of `listening`.
+_listeners: list[Draws] = []
+
+
 def draw(generator: torch.Generator | None = None) -> int:
     """A seed in [0, 2**63 - 1) from `generator`, or from torch's default generator."""
     # In place, on an existing tensor: `with torch.device(...)` and other modes do not affect it.
     with lock:
         seed = int(_cell.random_(0, _MAX, generator=generator))
+        for draws in _listeners:
+            if draws is not position.draws:
+                draws.others.append((generator, threading.current_thread().name))
     if position.draws is not None:
-        position.draws.append((generator, seed))
+        position.draws.own.append((generator, seed))
     return seed
 
 
@@ -41,11 +63,11 @@ class _Position(threading.local):
     Attributes:
         make: gives a 0-dim integer tensor, for example one that is local to a manual region; None
             outside of `mixing`.
-        draws: gets each seed that is drawn, behind its generator; None outside of `listening`.
+        draws: gets the seeds that are drawn; None outside of `listening`.
     """
 
     make: Callable[[], torch.Tensor] | None = None
-    draws: list[tuple[torch.Generator | None, int]] | None = None
+    draws: Draws | None = None
 
 
 # What random operations mix into their keys.
@@ -72,13 +94,18 @@ def mixing(tensor: torch.Tensor | Callable[[], torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def listening() -> Iterator[list[tuple[torch.Generator | None, int]]]:
-    """Yields a list of the seeds that this thread draws inside, each behind its generator."""
-    around, position.draws = position.draws, []
+def listening() -> Iterator[Draws]:
+    """Yields the seeds that this thread, and others meanwhile, draw inside."""
+    around, draws = position.draws, Draws()
+    with lock:
+        _listeners.append(draws)
+    position.draws = draws
     try:
-        yield position.draws
+        yield draws
     finally:
         position.draws = around
+        with lock:
+            _listeners.remove(draws)
 
 
 def advanced(state: torch.Tensor, number: int) -> torch.Tensor:

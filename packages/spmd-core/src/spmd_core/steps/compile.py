@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch import eager
@@ -17,7 +17,7 @@ from spmd_core.program.cut_guard import CutGuard
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
 from spmd_core.source_lines import user_line
-from spmd_core.steps.capture.captured import Captured
+from spmd_core.steps.capture.captured import OF_A_BLOCK, Captured
 
 F = TypeVar("F", bound=Callable[..., Any])
 AfterStart = Callable[[CutPlan, Program], None]
@@ -90,7 +90,7 @@ def compile(
             than `max_different_graphs` different programs were needed.
         ValueError: `max_different_graphs` is not positive, or there is neither a name nor a
             function whose programs it limits.
-        TypeError: `f` is a generator or a coroutine.
+        TypeError: `f` is a generator or a coroutine; or with `capture`, a `with` block gets it.
 
     Example:
         >>> import torch
@@ -115,7 +115,23 @@ def compile(
     )
     if not capture:
         return region if f is None else region(f)
-    return region.captured if f is None else region.captured(f)
+    return _Capturing(region) if f is None else region.captured(f)
+
+
+class _Capturing:
+    """The decorator that `compile(capture=True)` returns without a function."""
+
+    def __init__(self, region: "StepProgram") -> None:
+        self._region = region
+
+    def __call__(self, f: Callable[..., Any]) -> Captured:
+        return self._region.captured(f)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(OF_A_BLOCK)
+
+    def __exit__(self, *error: object) -> None:
+        """Makes this a context manager for Python, which `__enter__` refuses."""
 
 
 def step() -> "StepProgram":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -40,6 +40,11 @@ from spmd_core.steps.capture.replay import Replay
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of, wrap_alias
 
+OF_A_BLOCK = (
+    "capture=True is for a function, as later calls run what its first ones recorded; got a `with` "
+    "block. Write @spmd.compile(capture=True) above a function and call that, or `with "
+    "spmd.compile():` for a block, which is recorded each time."
+)
 # A call that never agrees with the one before it is an error after so many.
 _MOST_RECORDED = 8
 # In a loop that does several things in turns, so many are known.
@@ -90,6 +95,12 @@ class Captured:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(OF_A_BLOCK)
+
+    def __exit__(self, *error: object) -> None:
+        """Makes this a context manager for Python, which `__enter__` refuses."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the step. See `compile`."""

@@ -52,12 +52,12 @@ class Effects:
 
     Attributes:
         found: each effect, with its line.
-        draws: the seeds that the step drew, each behind its generator.
+        draws: the seeds that were drawn.
         codes: the code that ran.
         group_readers: code of the user's, among it, that reads an optimizer's param_groups.
     """
 
-    def __init__(self, draws: list[tuple[torch.Generator | None, int]]) -> None:
+    def __init__(self, draws: random_stream.Draws) -> None:
         self.found: list[str] = []
         self.draws = draws
         self.codes: set[CodeType] = set()
@@ -67,7 +67,7 @@ class Effects:
 
     def seeds(self) -> list[tuple[torch.Generator | None, int]]:
         """The seeds that were drawn, each once: a checkpoint draws those of its forward again."""
-        found = {(_identity(generator), seed): generator for generator, seed in self.draws}
+        found = {(_identity(generator), seed): generator for generator, seed in self.draws.own}
         return [(generator, seed) for (_, seed), generator in found.items()]
 
     def refuse(self, generators: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
@@ -83,6 +83,14 @@ class Effects:
             raise CaptureError(
                 f"a captured step only computes on the device; got a {self.found[0]}. {_ADVICE}."
             )
+        used = {_identity(None), *(_identity(generator) for generator, _ in generators)}
+        for generator, thread in self.draws.others:
+            if _identity(generator) in used:
+                raise CaptureError(
+                    "while a captured step is recorded, no other thread draws random numbers from "
+                    f"the generators that it may use; got draws by thread {thread!r}. Pass that "
+                    "thread a torch.Generator of its own, or record the step before it starts."
+                )
         draws = self.seeds()
         number = sum(generator is None for generator, _ in draws)
         changed = [name for name, old, new in zip(_NAMES, self._others, _states()) if old != new]
