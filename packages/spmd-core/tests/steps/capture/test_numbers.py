@@ -97,3 +97,73 @@ def test_a_gradient_scaler_is_refused():
 
     with pytest.raises(CaptureError, match="got one that something keeps, float32"):
         step(torch.ones(4, 3).to("xla"))
+
+
+def test_numbers_that_vary_without_an_argument_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.nn, "of_a_test", map(float, range(9)), raising=False)
+    step = spmd.compile(lambda x: x * next(torch.nn.of_a_test), capture=True)
+    x = torch.ones(3).to("xla")
+    step(x)
+    with pytest.raises(CaptureError, match=r"aten::mul.Tensor, recorded at .*:\d+.* got 0.0 and"):
+        step(x)
+
+
+def test_zeros_have_signs():
+    step = spmd.compile(lambda x, by: 1 / (x * by), capture=True)
+    for by, expected in ((0.0, torch.inf), (-0.0, -torch.inf)):
+        for _ in range(4):
+            assert step(torch.ones(3).to("xla"), by).tolist() == [expected] * 3
+    assert step.replayed == 4
+
+
+@pytest.mark.parametrize("order", [lambda lr: 2.0 if lr < 0.2 else 1.0, lambda lr: min(lr, 0.2)])
+def test_numbers_of_groups_that_a_step_decides_by(order):
+    w = torch.ones(3).to("xla").requires_grad_()
+    optimizer = torch.optim.SGD([w], lr=0.5)
+
+    @spmd.compile(capture=True)
+    def step(x):
+        optimizer.zero_grad()
+        (w * x).sum().backward()
+        optimizer.step()
+        return x * order(optimizer.param_groups[0]["lr"])
+
+    x = torch.ones(3).to("xla")
+
+    def loop():
+        for _ in range(6):
+            rate = optimizer.param_groups[0]["lr"]
+            assert step(x)[0].item() == pytest.approx(order(rate))
+            optimizer.param_groups[0]["lr"] = rate * 0.7
+
+    with pytest.raises(CaptureError, match="or comes from an optimizer's param_groups"):
+        loop()
+
+
+def test_a_schedule_of_an_own_optimizer():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.5})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+    w = torch.ones(3).to("xla").requires_grad_()
+    optimizer = Plain([w])
+
+    @spmd.compile(capture=True)
+    def step(x):
+        optimizer.zero_grad()
+        (w * x).sum().backward()
+        optimizer.step()
+
+    expected = torch.ones(3)
+    for _ in range(6):
+        step(torch.ones(3).to("xla"))
+        expected -= optimizer.param_groups[0]["lr"]
+        torch.testing.assert_close(w.detach().cpu(), expected)
+        optimizer.param_groups[0]["lr"] *= 0.7
+    assert step.replayed == 4

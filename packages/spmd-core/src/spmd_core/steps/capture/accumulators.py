@@ -5,7 +5,6 @@ alive would make hooks run that torch drops. But as long as one lives, it refers
 tensor to which torch has no other reference has no node, and no hooks there.
 """
 
-import operator
 from collections.abc import Sequence
 
 import torch

@@ -31,7 +31,6 @@ Grads = Mapping[str, torch.Tensor | None]
 _grad_of: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
-
 class Change(Enum):
     """What becomes of a parameter's gradient in a call."""
 
