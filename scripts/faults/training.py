@@ -136,7 +136,19 @@ FAULTS = (
     Fault(
         "spmd_core/steps/capture/guards.py",
         "a captured step does not see that a parameter was frozen",
-        "if trained != self._parameters_trained:",
+        "trained != self._parameters_trained or ",
+        "",
+    ),
+    Fault(
+        "spmd_core/steps/capture/guards.py",
+        "a captured step does not see a hook at an AccumulateGrad node",
+        " or self._accumulators.hooked() is not None:",
+        ":",
+    ),
+    Fault(
+        "spmd_core/steps/capture/versions.py",
+        "a captured step overwrites state that a function has saved, unnoticed",
+        "if counts != self._ones:",
         "if False:",
     ),
     # ---- dynamo, metrics -------------------------------------------------------------------------
