@@ -24,6 +24,7 @@ from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
 from spmd_core.runtime import abstract
 from spmd_core.steps.capture import (
+    accumulators,
     agreement,
     bindings,
     code_names,
@@ -31,7 +32,7 @@ from spmd_core.steps.capture import (
     numbers,
     reachable,
 )
-from spmd_core.steps.capture.accumulators import Accumulators
+from spmd_core.steps.capture.accumulators import has_hooks
 from spmd_core.steps.capture.agreement import Outcome, Recording
 from spmd_core.steps.capture.bindings import Owned
 from spmd_core.steps.capture.gradients import Installed, Pattern
@@ -126,11 +127,10 @@ class Captured:
             if isinstance(leaf, XLAShardedTensor):
                 handle, storage = leaf._handle, leaf._handle.storage
                 chain = handle.chain() if isinstance(handle, View) else ()
-                links = tuple((view.link, view.link.numbers) for view in chain)
+                links = tuple((view.link, view.link.numbers, view.sharding) for view in chain)
                 same = first.setdefault(storage, i)
-                key.append(
-                    (storage.spec, storage.sharding, links, leaf.requires_grad, leaf.is_leaf, same)
-                )
+                key += (storage.spec, storage.sharding, storage.inference, links, same)
+                key += (leaf.requires_grad, leaf.is_leaf, leaf.__class__, has_hooks(leaf))
                 for name, value in attributes_of(leaf).items():
                     key.append((name, *_by_value(value, kept)))
             else:
@@ -162,10 +162,12 @@ class Captured:
     ) -> Any:
         """Records a call, and captures it if one before agrees."""
         before = reachable.walk(self._function, kind.kept, self._names)
-        hooked = _hooked(before)
+        hooked = accumulators.hooked(before, tensors)
         self.reason = hooked or self._reason_of(kind, before)
+        entered: list[str] = []
         started: list[tuple[CutPlan, Program]] = []
-        with _lines(), host_effects.noted() as effects:
+        around = accumulators.entering(tensors, entered)
+        with _lines(), around, host_effects.noted() as effects:
             outcome: list[Outcome] = []
 
             def run() -> set[Storage]:
@@ -208,7 +210,9 @@ class Captured:
             reachable.difference(before, after),
             after,
             _decides_by_groups(effects.group_readers, after),
-            hooked or agreement.problem(before, after, results, outcome[0]),
+            hooked
+            or next(iter(entered), None)
+            or agreement.problem(before, after, results, outcome[0]),
         )
         self._compare(kind, recording, before, tensors)
         return found
@@ -390,20 +394,6 @@ def _may_replay() -> bool:
         and not torch.is_anomaly_enabled()
         and not _saves_through_hooks()
         and forward_ad._current_level < 0
-    )
-
-
-def _hooked(reached: Reached) -> str | None:
-    """Where hooks are that no replay would run, in words; None if there are none."""
-    leaves = [path for path in reached.trained if reached.tensors[path].is_leaf]
-    found = Accumulators([reached.tensors[path] for path in leaves]).hooked()
-    if found is None:
-        return None
-    path = next(path for path in leaves if reached.tensors[path] is found)
-    return (
-        f"a hook is registered at the AccumulateGrad node of {path}, which lives as long as "
-        "something keeps it; register it on the tensor: register_hook or "
-        "register_post_accumulate_grad_hook"
     )
 
 

@@ -167,9 +167,9 @@ class _Tensors:
         self._parameters = [reached.tensors[path] for path in reached.grads]
         self._parameters_trained = [id(t) in self._trained for t in self._parameters]
         self._handles = [t._handle for t in self._tensors]
-        self._hooked = [t for t in self._tensors if id(t) in self._trained and t.is_leaf]
+        self._hooked = [t for t in self._tensors if id(t) in self._trained]
         self._hooks = [x for t in self._hooked for x in _hooks_of(t)]
-        self._accumulators = Accumulators(self._hooked)
+        self._accumulators = Accumulators([t for t in self._hooked if t.is_leaf])
         self._attributes = [t.__dict__ for t in reached.attributed]
         self._num_attributes = [*map(len, self._attributes)]
         own = (t._handle.storage for t in self._tensors)
