@@ -114,3 +114,59 @@ def test_a_write_after_another_program_moved_the_state(mesh_2d):
         assert (w + split).tolist() == [[2.0 * i + 1] * 8] * 8
         assert w.tolist() == [[2.0 * i] * 8] * 8
     assert step.replayed == 4
+
+
+def test_scalars_of_the_cpu_that_a_step_reaches():
+    by = torch.tensor(2.0)
+    step = spmd.compile(lambda x: x * by, capture=True)
+    for factor in (2.0, 5.0):
+        by.fill_(factor)
+        for _ in range(4):
+            assert step(torch.ones(3).to("xla")).tolist() == [factor] * 3
+    assert step.replayed == 4
+
+
+def test_a_backward_into_the_graph_of_an_argument_is_refused_in_the_end():
+    outer, w = (torch.ones(3).to("xla").requires_grad_() for _ in range(2))
+
+    def step(x):
+        w.grad = outer.grad = None
+        (w * x).sum().backward()
+
+    call = spmd.compile(step, capture=True)
+
+    def loop(detached):
+        for i in range(10):
+            factor = 2.0 if i < 6 else 3.0
+            x = outer * factor
+            call(x.detach() if detached else x)
+            assert w.grad.tolist() == [factor] * 3
+            assert outer.grad is None if detached else outer.grad.tolist() == [factor] * 3
+
+    with pytest.raises(
+        CaptureError, match=r"graph that made tensor 0 of its arguments.*detach\(\)"
+    ):
+        loop(False)
+    loop(True)
+    assert call.replayed >= 6
+
+
+def test_hooks_of_an_argument():
+    w = torch.full((3,), 2.0).to("xla").requires_grad_()
+    step = spmd.compile(lambda x: torch.autograd.grad((w * x * x).sum(), x)[0], capture=True)
+    for i in range(8):
+        x = torch.ones(3).to("xla").requires_grad_()
+        if i > 4:
+            x.register_hook(lambda gradient: gradient * 10)
+        assert step(x).tolist() == [40.0 if i > 4 else 4.0] * 3
+    assert step.replayed == 3
+
+
+def test_an_argument_of_inference_mode():
+    step = spmd.compile(lambda x: x.add_(1), capture=True)
+    for _ in range(4):
+        assert step(torch.ones(3).to("xla")).tolist() == [2.0] * 3
+    with torch.inference_mode():
+        x = torch.ones(3).to("xla")
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        step(x)

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from contextlib import nullcontext
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import spmd_core as spmd
@@ -392,3 +394,37 @@ def test_a_block_is_not_captured():
     with spmd.compile():
         y = x * 2
     assert y.tolist() == step(x).tolist() == [2.0] * 3
+
+
+class Doubled(TorchDispatchMode):
+    """Doubles what sines are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.sin.default else result
+
+
+def saved_twice_as_large():
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x)
+
+
+@pytest.mark.parametrize("mode", [Doubled, saved_twice_as_large, torch.no_grad])
+def test_what_is_switched_on_around_some_calls(mode):
+    found = []
+    for capture in (True, False):
+        w = torch.ones(3).to("xla").requires_grad_()
+
+        def step(x, w=w):
+            y = (w * x).sin()
+            if y.requires_grad:
+                w.grad = None
+                y.sum().backward()
+            return y
+
+        call = spmd.compile(step, capture=capture)
+        for i in range(18):
+            with mode() if i % 6 > 2 else nullcontext():
+                y = call(torch.full((3,), float(i)).to("xla"))
+            found.append((y.tolist(), w.grad.tolist()))
+        assert not capture or call.replayed >= 7
+    assert found[:18] == found[18:]

@@ -37,6 +37,7 @@ def reached():
         names={"a": 1.0, "b": 2.0}, ordered=collections.OrderedDict(a=1.0, b=2.0),
         made=collections.defaultdict(list, a=[1.0]), items=[1.0, 2.0], nothing={}, no_items=[],
         numbers=array.array("d", [1.0]), plain=torch.ones(3).to("xla"), scale=1.0,
+        view=model[0].bias.view(3),
     )  # fmt: skip
     of.slots.scale = 1.0
     ordered, made, items, nothing, no_items = (
@@ -48,7 +49,7 @@ def reached():
 
     def step(x):
         optimizer.step()
-        seen = (ordered, made, items, nothing, no_items, of.numbers, of.names, of.plain)
+        seen = (ordered, made, items, nothing, no_items, of.numbers, of.names, of.plain, of.view)
         return helper(model(x)) * of.holder.scale * of.slots.scale * SCALE, seen, of.scale
 
     of.helper, of.step = helper, step
@@ -108,6 +109,9 @@ CHANGES = {
     "requires_grad of a moment": lambda of: moment(of)["exp_avg"].requires_grad_(),
     "requires_grad by detach_": lambda of: torch.detach_(of.model[0].bias),
     "hook of a tensor": lambda of: of.model[0].bias.register_hook(print),
+    "class of a module": lambda of: setattr(of.model[1], "__class__", nn.Identity),
+    "class of an object": lambda of: setattr(of.holder, "__class__", type("Other", (), {})),
+    "hook of a view": lambda of: of.view.register_hook(print),
     "later hook": lambda of: of.model[0].bias.register_post_accumulate_grad_hook(print),
     "attribute of a tensor": lambda of: setattr(of.plain, "scale", 2.0),
     "mark": lambda of: setattr(of.plain._handle, "sharding", "a mark"),
@@ -130,6 +134,15 @@ def test_a_change_is_seen(change, versions, monkeypatch):
     of, own = guarded(monkeypatch)
     CHANGES[change](of)
     assert not own.hold() and not own.hold()
+
+
+def test_a_method_that_is_replaced_in_a_class_of_a_library(monkeypatch):
+    _, own = guarded(monkeypatch)
+    around = nn.Linear.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, x: x)
+        assert not own.hold()
+    assert nn.Linear.forward is around and own.hold()
 
 
 def test_what_stays_is_no_change(monkeypatch):

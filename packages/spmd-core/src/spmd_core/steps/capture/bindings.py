@@ -158,7 +158,7 @@ def _data(leaf: Value) -> np.ndarray | None:
         )
     if leaf.data.is_deleted():
         return None
-    return np.asarray(buffers.download(leaf.data, leaf.spec.shape).view(torch.uint8))
+    return np.asarray(buffers.download(leaf.data, leaf.spec.shape).reshape(-1).view(torch.uint8))
 
 
 def _made_at(leaf: Value) -> str:

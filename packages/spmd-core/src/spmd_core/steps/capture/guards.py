@@ -56,6 +56,8 @@ class Guards:
         self._functions = reached.functions
         self._codes = [x for function in self._functions for x in _code_of(function)]
         self._contents = reached.contents
+        self._objects = reached.objects
+        self._classes = [*map(type, self._objects)]
 
     def hold(self) -> bool:
         """Whether all values are where they were. Does not wait."""
@@ -63,6 +65,7 @@ class Guards:
         return (
             self._tensors.hold()
             and self._dicts_hold()
+            and [*map(type, self._objects)] == self._classes
             and not any(self._empty)
             and [*map(len, self._sequences)] == self._sequence_sizes
             and all(map(same, chain(self._sequences), self._sequence_values))

@@ -84,6 +84,7 @@ class Reached:
         absent: names that mappings must not get; by the id of the mapping.
         cells: the variables of closures.
         functions: the user's.
+        objects: those whose class must stay.
         contents: arrays and the like, each with what it contains.
         generators: torch's, each with its state.
     """
@@ -101,6 +102,7 @@ class Reached:
     absent: dict[int, tuple[Any, set[Any]]] = field(default_factory=dict)
     cells: list[types.CellType] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)
     generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
 
@@ -199,6 +201,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._groups: set[int] = set()
         self._of_optimizers: set[int] = set()  # tensors of their state
+        self._forwards: set[type] = set()  # classes whose `forward` is noted
         self._waiting: deque[tuple[str, Any]] = deque()
         self._kept: list[Any] = []  # made by the walk: an id stays one object's
 
@@ -367,6 +370,8 @@ class _Walk:
         if kind in _PLAIN or (root in _CONSTANT and not isinstance(value, _OWNERS)):
             return
         of_user = not _is_library_class(kind)
+        self.reached.objects.append(value)
+        self.reached.values[f"{path}.__class__"] = kind
         if isinstance(value, torch.optim.Optimizer):
             self._groups |= {id(group) for group in value.param_groups}
             states = (s.values() for s in value.state.values() if isinstance(s, dict))
@@ -382,6 +387,7 @@ class _Walk:
                 self._seen.add(id(part))
                 self.reached.mappings.append(part)
                 self._wait((f"{path}.{key}", item) for key, item in part.items())
+            self._forward(kind)
         is_named = (
             of_user and not isinstance(value, _OWNERS) and not code_names.DYNAMIC & self._known
         )
@@ -397,6 +403,15 @@ class _Walk:
             self._some(path, self._view(lambda name: getattr(value, name, MISSING)), slots)
         if of_user:
             self.visit(kind.__qualname__, kind)
+
+    def _forward(self, kind: type) -> None:
+        """Notes the method that some libraries replace in the classes of others."""
+        for base in kind.__mro__:
+            if "forward" in vars(base) and _is_library_class(base) and base not in self._forwards:
+                self._forwards.add(base)
+                members = vars(base)
+                self._kept.append(members)
+                self._some(base.__qualname__, members, ["forward"])
 
     def _class(self, path: str, kind: type) -> None:
         if id(kind) in self._seen:
