@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import spmd_core as spmd
 from spmd_core.errors import CaptureError
@@ -168,3 +169,12 @@ def test_an_argument_of_inference_mode():
         x = torch.ones(3).to("xla")
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
         step(x)
+
+
+def test_parameters_and_other_leaves_are_told_apart():
+    step = spmd.compile(lambda x: x * (2 if isinstance(x, nn.Parameter) else 3), capture=True)
+    for _ in range(4):
+        x = torch.ones(3).to("xla").requires_grad_()
+        assert step(x).tolist() == [3.0] * 3
+        assert step(nn.Parameter(x.detach())).tolist() == [2.0] * 3
+    assert step.replayed == 4

@@ -131,6 +131,7 @@ class Captured:
                 same = first.setdefault(storage, i)
                 key += (storage.spec, storage.sharding, storage.inference, links, same)
                 key += (leaf.requires_grad, leaf.is_leaf, leaf.__class__, has_hooks(leaf))
+                key.append(isinstance(leaf, torch.nn.Parameter))
                 for name, value in attributes_of(leaf).items():
                     key.append((name, *_by_value(value, kept)))
             else:
