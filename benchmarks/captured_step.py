@@ -1,0 +1,208 @@
+"""What does Python do for a captured step, and does it cost more than a jitted jax program's call?
+
+Two steps whose arithmetic is small, so that the host's part shows. AdamW over 100 weights of
+16 x 16, forward and backward included, beside the same step as one jitted jax program that takes
+over its state; both run in turns in one process on one device, from the same weights, and are
+waited for. And a model of equal layers, whose state lies in stacks: how long the call of its
+captured step takes until Python is free again, with idle devices.
+
+Run: python -m benchmarks.captured_step
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.options import whole
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--rounds", type=whole(), default=200, help="steps of each (default 200)")
+    args = parser.parse_args()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+import spmd_core as spmd
+
+WEIGHTS, SIZE = 100, 16
+LAYERS, WIDTH = 12, 32
+RATE, DECAY, BETAS, EPS = 1e-3, 1e-2, (0.9, 0.999), 1e-8
+MAX_RATIO = 1.2
+MAX_HOST_S = 0.3e-3
+MAX_LOSS_DIFFERENCE = 1e-5
+WARM_UP = 6
+
+
+def ours(initial: list[np.ndarray]) -> Callable[[Any], Any]:
+    """The step over the weights, captured."""
+    weights = [nn.Parameter(torch.from_numpy(w).to("xla")) for w in initial]
+    optimizer = torch.optim.AdamW(
+        weights, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
+
+    @spmd.compile(capture=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = torch.stack([(x @ w).square().mean() for w in weights]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def theirs(initial: list[np.ndarray]) -> Callable[[Any], Any]:
+    """The same step as one jitted jax program."""
+
+    def loss_of(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.mean((x @ w) ** 2) for w in weights]).sum()
+
+    def update(state: Any, x: jax.Array) -> Any:
+        weights, first, second, count = state
+        loss, grads = jax.value_and_grad(loss_of)(weights, x)
+        count = count + 1
+        b1, b2 = BETAS
+        first = [b1 * m + (1 - b1) * g for m, g in zip(first, grads)]
+        second = [b2 * v + (1 - b2) * g * g for v, g in zip(second, grads)]
+        scale, root = RATE / (1 - b1**count), jnp.sqrt(1 - b2**count)
+        weights = [
+            w * (1 - RATE * DECAY) - scale * m / (jnp.sqrt(v) / root + EPS)
+            for w, m, v in zip(weights, first, second)
+        ]
+        return (weights, first, second, count), loss
+
+    jitted = jax.jit(update, donate_argnums=0)
+    zeros = [np.zeros_like(w) for w in initial]
+    state = jax.device_put((initial, zeros, [*zeros], np.float32(0)))
+
+    def step(x: jax.Array) -> jax.Array:
+        nonlocal state
+        state, loss = jitted(state, x)
+        return loss
+
+    return step
+
+
+class Model(nn.Module):
+    """Equal layers, which run as one loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return spmd.scan_layers(self.layers, x)
+
+
+def host_of_stacks(rounds: int) -> Samples:
+    """Seconds of this thread's CPU time in the call of a captured step whose state is stacked."""
+    model = Model().to("xla")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    @spmd.compile(capture=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.ones(4, WIDTH, device="xla")
+    spmd.sync()
+    found = Samples()
+    for number in range(rounds + WARM_UP):
+        start = time.thread_time()
+        step(x)
+        seconds = time.thread_time() - start
+        spmd.sync(wait=True)
+        if number >= WARM_UP:
+            found.add(seconds)
+    return found
+
+
+def main(rounds: int, folder: Any) -> int:
+    spmd.simulate(1)
+    rng = np.random.default_rng(0)
+    initial = [
+        rng.standard_normal((SIZE, SIZE), np.float32) / np.float32(SIZE) for _ in range(WEIGHTS)
+    ]
+    data = rng.standard_normal((4, SIZE), np.float32)
+    x = torch.from_numpy(data).to("xla")
+    spmd.sync()
+    runs: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "captured": (ours(initial), x),
+        "jitted": (theirs(initial), jax.device_put(data)),
+    }
+    wall, cpu, host = ({name: Samples() for name in runs} for _ in range(3))
+    losses: dict[str, Any] = {}
+    for number in range(rounds + WARM_UP):
+        for name in list(runs) if number % 2 else reversed(list(runs)):
+            step, given = runs[name]
+            with Stopwatch() as watch:
+                start = time.thread_time()
+                losses[name] = step(given)
+                seconds = time.thread_time() - start
+                if name == "jitted":
+                    losses[name].block_until_ready()
+                else:
+                    spmd.sync(wait=True)
+            if number >= WARM_UP:
+                wall[name].add(watch.wall_s)
+                cpu[name].add(watch.cpu_s)
+                host[name].add(seconds)
+    stacked = host_of_stacks(rounds)
+    ratios = {
+        what: statistics.median(a / b for a, b in zip(of["captured"].values, of["jitted"].values))
+        for what, of in (("wall", wall), ("cpu", cpu), ("host", host))
+    }
+    difference = abs(float(losses["captured"]) - float(losses["jitted"]))
+    holds = {
+        f"at most {MAX_RATIO} of the jitted program's CPU time": ratios["cpu"] <= MAX_RATIO,
+        f"at most {MAX_RATIO} of its wall time": ratios["wall"] <= MAX_RATIO,
+        f"at most {MAX_HOST_S * 1e3:.1f} ms of the host for stacks": stacked.median <= MAX_HOST_S,
+        "the same losses": difference <= MAX_LOSS_DIFFERENCE * float(losses["jitted"]),
+    }
+    rows = [
+        [
+            f"AdamW over {WEIGHTS} weights of {SIZE} x {SIZE}, {name}",
+            f"{wall[name].median * 1e3:.2f} ms",
+            f"{cpu[name].median * 1e3:.2f} ms",
+            f"{host[name].median * 1e3:.2f} ms",
+        ]
+        for name in runs
+    ]
+    rows.append([f"{LAYERS} equal layers in stacks", "", "", f"{stacked.median * 1e3:.2f} ms"])
+    table = Table(
+        "A captured step on the host",
+        ["step", "wall time", "CPU time of all threads", "CPU time of the call"],
+        rows,
+        [
+            f"One device, medians of {rounds} steps, in turns. Captured beside jitted, the median "
+            f"of the ratios of neighbours: {ratios['wall']:.2f} of the wall time, "
+            f"{ratios['cpu']:.2f} of the CPU time, {ratios['host']:.2f} of that of the call.",
+            *(f"{name}: {verdict(of)}" for name, of in holds.items()),
+        ],
+    )
+    seconds_of = {"wall": wall, "cpu": cpu, "host": host}
+    found = {
+        "rounds": rounds,
+        "ratios": ratios,
+        "seconds": {what: {n: s.values for n, s in of.items()} for what, of in seconds_of.items()},
+        "stacked_host_s": stacked.values,
+    }
+    publish("captured_step", table, found, folder=folder)
+    return 0 if all(holds.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(args.rounds, args.out))
