@@ -79,8 +79,9 @@ def theirs(initial: list[np.ndarray]) -> Callable[[Any], Any]:
         return (weights, first, second, count), loss
 
     jitted = jax.jit(update, donate_argnums=0)
-    zeros = [np.zeros_like(w) for w in initial]
-    state = jax.device_put((initial, zeros, [*zeros], np.float32(0)))
+    zeros = [jnp.zeros_like(w) for w in initial]
+    # Copies, as the program takes over what it gets.
+    state = jax.tree.map(jnp.copy, (initial, zeros, zeros, np.float32(0)))
 
     def step(x: jax.Array) -> jax.Array:
         nonlocal state
