@@ -3,11 +3,14 @@
 GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, as it is, and after
 `spmd.scan_model(model)`. Each run is a process of its own without a cache on disk, in turns; once
 on emulated CPU devices, where it runs, and once compiled for TPU v4 chips that are not there.
-Lowering and compiling is reported by the clock, beside the CPU time of the whole first step; a step
-by the CPU time of all threads, its median.
+Lowering and compiling is reported by the clock, beside the CPU time of the first two steps, which
+has all that is compiled; a step by the CPU time of all threads, its median. With `--before`, the
+same training, one by one, is also run on the sources of another checkout.
 
 Run: python -m benchmarks.compile_depth
      python -m benchmarks.compile_depth --layers 4 --layers 24 --only cpu
+     git worktree add --detach ../before COMMIT
+     python -m benchmarks.compile_depth --before ../before
 """
 
 import json
@@ -19,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from benchmarks.options import whole
 from benchmarks.report import Table, argument_parser, publish, verdict
@@ -34,11 +37,23 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--steps", type=whole(), default=12, help="timed steps (default 12)")
     parser.add_argument("--only", choices=("cpu", "tpu"), help="the other platform is left out")
     parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="the root of another checkout's files, to which the first two steps of 24 layers are "
+        "compared",
+    )
+    parser.add_argument(
         "--one",
         choices=("one by one", "as a loop"),
         help="one run in this process, as a line of JSON",
     )
     args = parser.parse_args()
+    if args.before and not (args.before / "packages").is_dir():
+        parser.error(
+            "--before is a folder with the repository's files, as `git worktree add` makes it; got "
+            f"{args.before}, which has no packages/. Write --before ../before."
+        )
 
 import torch
 
@@ -47,6 +62,7 @@ from benchmarks.published import plots
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
+ROOT = Path(__file__).parents[1]
 KINDS = ("one by one", "as a loop")
 PLATFORMS = ("cpu", "tpu")
 LAYERS = (2, 4, 12, 24, 48)
@@ -54,7 +70,10 @@ TOPOLOGY = "v4-8"
 # What a loop may cost: its compile time at the greatest depth against that at the depth of 4; and
 # against the layers one by one, a step's time and the peak memory.
 MAX_GROWTH, MAX_STEP, MAX_PEAK = 1.2, 1.02, 1.02
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "compile_depth"
+# What the first two steps of a model of so many layers may cost, in CPU time, against the same where
+# the first step was a program of its own, one by one and as a loop.
+FIRST_LAYERS, MAX_FIRST = 24, {"one by one": 0.45, "as a loop": 0.12}
+PICTURE = ROOT / "docs" / "images" / "compile_depth"
 
 WIDTH, SEQ, BATCH, VOCAB = 256, 128, 8, 2048
 
@@ -98,11 +117,11 @@ def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict
     spmd.sync(wait=True)
     known = len(spmd.metrics.programs())
     wall, cpu = time.perf_counter(), time.process_time()
-    losses = [step(model, optimizer, tokens_of(0), wait=True)]
+    losses = [step(model, optimizer, tokens_of(number), wait=True) for number in range(2)]
     first = {"first_s": time.perf_counter() - wall, "first_cpu_s": time.process_time() - cpu}
     programs = spmd.metrics.programs()[known:]
     times = []
-    for number in range(1, num_steps + 1):
+    for number in range(2, num_steps + 2):
         batch = tokens_of(number)
         cpu = time.process_time()
         losses.append(step(model, optimizer, batch, wait=True))
@@ -113,7 +132,7 @@ def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict
         "programs": len(spmd.metrics.programs()) - known,
         "lowering_s": sum(program.trace_s for program in programs),
         "compile_s": sum(program.compile_s for program in programs),
-        "step_cpu_s": statistics.median(times[2:] or times),
+        "step_cpu_s": statistics.median(times),
         "peak_bytes": largest.peak_bytes,
         "losses": [loss.item() for loss in losses],
     }
@@ -134,15 +153,36 @@ def on_tpu(kind: str, num_layers: int, num_devices: int) -> dict[str, Any]:
     return {"compile_s": largest.compile_s, "peak_bytes": largest.peak_bytes}
 
 
-def run(platform: str, kind: str, num_layers: int) -> dict[str, Any]:
-    """One run in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.compile_depth", "--one", kind, "--only", platform]
+def run(platform: str, kind: str, num_layers: int, root: Path = ROOT) -> dict[str, Any]:
+    """One run in a process of its own, on the sources of a checkout."""
+    command = [sys.executable, "-P", __file__, "--one", kind, "--only", platform]
     command += ["--layers", str(num_layers), "--devices", str(args.devices)]
     command += ["--steps", str(args.steps)]
-    env = {**os.environ, "SPMD_CACHE_DIR": ""}
+    sources = [root, *sorted((root / "packages").glob("*/src"))]
+    env = {**os.environ, "SPMD_CACHE_DIR": "", "PYTHONPATH": os.pathsep.join(map(str, sources))}
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def measured_first(before: Path) -> dict[str, float]:
+    """CPU seconds of the first two steps: before, and of each kind now, medians in turns."""
+    runs: dict[str, list[float]] = {}
+    for _ in trange(args.rounds, desc="first steps", disable=None):
+        for name, kind, root in (("before", KINDS[0], before), *((k, k, ROOT) for k in KINDS)):
+            found = run("cpu", kind, FIRST_LAYERS, root.resolve())
+            runs.setdefault(name, []).append(found["first_cpu_s"])
+    return {name: statistics.median(of) for name, of in runs.items()}
+
+
+def judged_first(first: dict[str, float]) -> dict[str, bool]:
+    """The same as `judged` of the first two steps."""
+    ratios = {kind: first[kind] / first["before"] for kind in KINDS if first}
+    return {
+        f"cpu: the first two steps of {FIRST_LAYERS} layers, {kind}, take {ratio:.2f} of the CPU "
+        f"time before, {first['before']:.1f} s; at most {MAX_FIRST[kind]}": ratio <= MAX_FIRST[kind]
+        for kind, ratio in ratios.items()
+    }
 
 
 def measured(layers: tuple[int, ...], platforms: list[str]) -> dict[str, Any]:
@@ -242,7 +282,8 @@ def main() -> int:
             print(json.dumps(on_cpu(args.one, layers[0], args.devices, args.steps)))
         return 0
     found = measured(layers, [args.only] if args.only else list(PLATFORMS))
-    holds = judged(found, layers)
+    first = measured_first(args.before) if args.before else {}
+    holds = {**judged(found, layers), **judged_first(first)}
     table = Table(
         "GPT-2 by depth: layers one by one, and as one loop",
         [
@@ -251,7 +292,7 @@ def main() -> int:
             "called",
             "lowering",
             "compiling",
-            "CPU of the first step",
+            "CPU of two steps",
             "step",
             "peak",
         ],
@@ -259,11 +300,11 @@ def main() -> int:
         [
             f"Width {WIDTH}, {BATCH} sequences of {SEQ} tokens, AdamW, fsdp={args.devices}; for "
             "TPUs, compiling is libtpu's for chips that are not there. A step is CPU time of all "
-            f"threads, the median of {args.steps - 2} steps; the peak is a device's.",
+            f"threads, the median of {args.steps} steps; the peak is a device's.",
             *(f"{name}: {verdict(of)}" for name, of in holds.items()),
         ],
     )
-    data = {"devices": args.devices, "rounds": args.rounds, "figures": found}
+    data = {"devices": args.devices, "rounds": args.rounds, "figures": found, "first": first}
     publish("compile_depth", table, data, folder=args.out)
     if not args.only:
         plots.save(lambda of: draw(of, found), PICTURE, size=(10.0, 3.8), kinds=["png"])
