@@ -70,8 +70,8 @@ TOPOLOGY = "v4-8"
 # What a loop may cost: its compile time at the greatest depth against that at the depth of 4; and
 # against the layers one by one, a step's time and the peak memory.
 MAX_GROWTH, MAX_STEP, MAX_PEAK = 1.2, 1.02, 1.02
-# What the first two steps of a model of so many layers may cost, in CPU time, against the same where
-# the first step was a program of its own, one by one and as a loop.
+# What the first two steps of a model of so many layers may cost, in CPU time, against the same
+# where each of them compiled a program of its own, one by one and as a loop.
 FIRST_LAYERS, MAX_FIRST = 24, {"one by one": 0.45, "as a loop": 0.12}
 PICTURE = ROOT / "docs" / "images" / "compile_depth"
 

@@ -11,6 +11,12 @@ FAULTS = (
         '"length": self.length, "reverse": self.reverse}',
     ),
     Fault(
+        "spmd_core/control_flow/derivatives.py",
+        "after its backward a loop keeps what it has read, for as long as a loss lives",
+        "    if not torch._C._autograd._get_current_graph_task_keep_graph():\n        ctx.plan = None\n",
+        "",
+    ),
+    Fault(
         "spmd_core/control_flow/scan_loops.py",
         "a value that changes from run to run is computed from the last one",
         "                x in changing or not same",

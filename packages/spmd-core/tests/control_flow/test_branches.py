@@ -95,3 +95,19 @@ def test_what_cond_refuses():
     )
     with pytest.raises(ControlFlowError, match="Call shard_map inside of its function"):
         mapped(x)
+
+
+def test_a_loss_that_lives_on_keeps_nothing_of_its_backward():
+    weight = torch.eye(64).to("xla").requires_grad_()
+    x = torch.ones(2, 64, device="xla") * 2
+    y = cond(x.sum() > 0, lambda x: torch.tanh(x @ weight), lambda x: x @ weight, x)
+    loss = y.sum()
+    loss.backward()
+    with torch.no_grad():
+        weight -= weight.grad
+    weight.grad = x = y = None
+    spmd.sync()
+    program = spmd.metrics.programs()[-1]
+    assert program.output_bytes - program.alias_bytes < 64  # the loss, and the result of checks
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

@@ -432,3 +432,17 @@ def test_layers_that_do_what_no_loop_can():
     layers = [Again().to("xla") for _ in range(2)]
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         spmd.scan_layers(layers, X.to("xla").requires_grad_(), use_reentrant=True)
+
+
+def test_a_loss_that_lives_on_keeps_no_parameters_of_before_the_step():
+    layers = [torch.nn.Linear(32, 32).to("xla") for _ in range(3)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    loss = spmd.scan_layers(layers, torch.ones(2, 32, device="xla") * 2).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    spmd.sync()
+    program = spmd.metrics.programs()[-1]
+    assert program.output_bytes - program.alias_bytes < 64  # the loss, and the result of checks
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

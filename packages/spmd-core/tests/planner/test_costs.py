@@ -11,6 +11,7 @@ import spmd_core as spmd
 from spmd_core import chips
 from spmd_core.debugging.communication import Collective, Collectives
 from spmd_core.planner import costs
+from spmd_core.planner import topology as topology_of_tpus
 from spmd_core.planner.buffer_text import Allocation, Buffers
 from spmd_core.planner.topology import Topology
 
@@ -144,3 +145,24 @@ def test_emulated_devices_have_no_bounds():
     found = costs.costs_of(_Graph, HLO, BUFFERS, Collectives.of([], "p"), topology)
     assert (found.compute_s, found.bound_s, found.mfu_bound) == (None, None, None)
     assert found.least_bytes == 2 * int(819e9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    topology_of_tpus.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
+)
+def test_a_loop_for_tpus_is_counted_as_often_as_it_runs():
+    def step() -> None:
+        spmd.use_spmd()
+        mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+        layers = [nn.Linear(256, 256).to("xla") for _ in range(3)]
+        for layer in layers:
+            spmd.mark_sharding(layer.weight, mesh, ("fsdp", None))
+        x = torch.ones(64, 256, device="xla")
+        spmd.mark_sharding(x, mesh, ("fsdp", None))
+        spmd.scan_layers(layers, x).square().mean().backward()
+        spmd.sync()
+
+    collectives = spmd.plan(step, topology="v4-16").largest.collectives
+    gathers = [c.executions for c in collectives if c.kind == "all-gather"]
+    assert gathers == [3, 3]  # the weights, forward and backward

@@ -426,6 +426,7 @@ class _Cond(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors = ctx.saved_tensors
+        plan: _Plan = derivatives.take_plan(ctx)
         if torch.is_grad_enabled():
-            return None, *ctx.plan.differentiable_gradients(tensors, grads)
-        return None, *ctx.plan.gradients(tensors, grads)
+            return None, *plan.differentiable_gradients(tensors, grads)
+        return None, *plan.gradients(tensors, grads)

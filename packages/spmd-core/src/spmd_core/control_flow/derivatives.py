@@ -10,6 +10,19 @@ from spmd_core.recording.functions import FunctionRecording
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
+def take_plan(ctx: Any) -> Any:
+    """The plan of the `autograd.Function` whose backward runs, with what it reads.
+
+    A plan holds the function's closure and so tensors, which torch frees with the saved ones: after
+    a backward without `retain_graph`, a loss that is still there would keep the parameters of
+    before the optimizer's step.
+    """
+    plan = ctx.plan
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.plan = None
+    return plan
+
+
 def sequence_number() -> int:
     """A number below those of autograd's nodes that this thread makes later."""
     with torch.enable_grad():

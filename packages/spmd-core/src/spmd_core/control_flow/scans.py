@@ -355,11 +355,12 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # an error of torch, if they are freed
+        plan: _Plan = derivatives.take_plan(ctx)
         operands, kept = saved[: ctx.num_operands], saved[ctx.num_operands :]
         if torch.is_grad_enabled():
-            return None, *ctx.plan.differentiable_gradients(operands, grads)
-        return None, *ctx.plan.gradients(operands, kept, grads)
+            return None, *plan.differentiable_gradients(operands, grads)
+        return None, *plan.gradients(operands, kept, grads)
 
 
 def _plan(
