@@ -8,6 +8,7 @@ import pytest
 import torch
 from children import figures
 from pipeline_models import Model, loss_of, made, to_device
+from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.debugging import collectives
@@ -101,3 +102,25 @@ def test_the_flops_show_the_bubble(num_devices):
     assert flops[2] - flops[1] == pytest.approx(per_run, rel=0.1)
     for m, total in flops.items():
         assert total / per_run == pytest.approx(m + 7, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [exhaustive("gpipe"), "1f1b"])
+def test_no_manual_region_is_inside_of_another(num_devices, schedule):
+    """jaxlib 0.10 ends the process on programs that have many of these."""
+    if num_devices != 8:
+        pytest.skip("a mesh of 2 x 2 x 2")
+    mesh = spmd.Mesh(range(8), (2, 2, 2), ("pipe", "fsdp", "tensor"))
+    ours = made(Model(2), mesh, num_microbatches=2, schedule=schedule)
+    loss = spmd.pipeline_loss(loss_of, ours, *to_device(torch.ones(2, 8, 4).long(), mesh))
+    loss.backward()
+    gradients = [p.grad for p in ours.parameters()]
+    depths, open_at = [], []  # of the regions; and where the open ones stand
+    for line in spmd.debugging.stablehlo(loss, *gradients).splitlines():
+        indent = len(line) - len(line.lstrip())
+        if open_at and indent == open_at[-1] and line.lstrip().startswith("}"):
+            open_at.pop()
+        if "sdy.manual_computation" in line:
+            open_at.append(indent)
+            depths.append(len(open_at))
+    assert {*depths} == {1} and len(depths) > 100 and not open_at

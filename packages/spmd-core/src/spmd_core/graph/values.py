@@ -138,6 +138,8 @@ class Entry:
             reduced, the major one first; for the gradient of a leaf, those that split the batch,
             empty where they are not known. Else None.
         border: the entry to, or the exit from, a manual region, if the operation is one.
+        block_axes: of an operation on local tensors whose kernel takes blocks along other axes too:
+            for each dim of its inputs and results the names of those that split it.
         arguments: the arguments of torch's call by name: a `Spec` for a tensor, a type for a number
             that is an input of the program, else the value itself. None if the operation is not one
             of torch's.
@@ -162,6 +164,7 @@ class Entry:
         "along",
         "arguments",
         "as_list",
+        "block_axes",
         "border",
         "dims",
         "form",
@@ -195,6 +198,7 @@ class Entry:
         along: tuple[int, ...] | None = None,
         summed_over: tuple[int, ...] | None = None,
         border: Border | None = None,
+        block_axes: tuple[tuple[str, ...], ...] = (),
         arguments: Mapping[str, Any] | None = None,
         indices: tuple[Indices, ...] = (),
         traits: Traits = COMPUTED,
@@ -210,7 +214,7 @@ class Entry:
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.along, self.summed_over = along, summed_over
         self.spec = outs[0]
-        self.border = border
+        self.border, self.block_axes = border, block_axes
         self.arguments = arguments
         self.indices, self.traits, self.replaces = indices, traits, replaces
         self.view_write: Entry | None = None

@@ -5,7 +5,6 @@ sums the gradients of its own part of all microbatches, and devices add them up 
 gradients leave. Other axes of the mesh, such as a tensor axis, are left to the partitioner.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,7 +12,6 @@ from typing import Any, TypeAlias
 import jax
 import torch
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.manual.collectives import all_reduce, all_to_all, collective_permute
@@ -61,27 +59,15 @@ class _Gather:
             return lax.all_gather(block, self.axes, axis=self.dim, tiled=True)
 
         def kernel(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
-            return [self._on_blocks(collective)(inputs[0])]
+            return [collective(inputs[0])]
 
         def make() -> Entry:
-            return Entry(name, kernel, (Spec.contiguous(tuple(shape), spec.dtype),))
+            # On blocks: the partitioner would gather the other axes for a collective over some.
+            out = Spec.contiguous(tuple(shape), spec.dtype)
+            return Entry(name, kernel, (out,), block_axes=self.others)
 
         result: torch.Tensor = record_own(known((name, spec, self), make), (x,))
         return result
-
-    def _on_blocks(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`function` of a device's block along all axes.
-
-        The partitioner would gather the other axes for a collective over some of them.
-        """
-        names = {name for axes in self.others for name in axes}
-        if not names:
-            return function
-        spec = PartitionSpec(*(axes or None for axes in self.others))
-        mapped: Callable[[Any], Any] = jax.shard_map(
-            function, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
-        )
-        return mapped
 
 
 class _Gathered(torch.autograd.Function):

@@ -295,7 +295,8 @@ class Fold:
             inner = registry.Context(context.outs, context.platform, key)
             if entry.traits.has_seeds:
                 numbers = [regions.own_seed(manual, seed) for seed in numbers]
-            if manual.size == self._num_devices or not self._is_for_partitioner:
+            is_alone = manual.size == self._num_devices or any(entry.block_axes)
+            if is_alone or not self._is_for_partitioner:
                 return list(entry.kernel(inner, blocks, numbers))
             # Over the axes that are not manual, the partitioner may still split the blocks.
             splits = replace(self.splits, replicate_last_dims=replicate_last_block_dims)
@@ -306,7 +307,9 @@ class Fold:
             # Not inside of jax.shard_map, which would drop an operand whose result is not used.
             stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
             return list(jax.lax.optimization_barrier(tuple(stacks)))
-        return regions.run(manual, kernel, inputs, local, numbers, context.key)
+        return regions.run(
+            manual, kernel, inputs, local, numbers, context.key, others=entry.block_axes
+        )
 
     def _without_padding(self, x: Input, array: jax.Array) -> jax.Array:
         """An input as torch sees it; a value that is local to a manual region stays as it is."""

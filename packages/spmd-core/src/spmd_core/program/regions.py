@@ -9,7 +9,7 @@ Autograd sees ordinary operations, so the values that backward needs are saved a
 transpose of a collective is another collective (`manual.collectives`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -83,15 +83,19 @@ def check_devices(manual: Manual, device_ids: tuple[int, ...]) -> None:
 
 
 def _mapped(
-    manual: Manual, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    manual: Manual,
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    others: Iterable[str] = (),
 ) -> Callable[..., Any]:
-    """`function`, run by every device along the manual axes on its own blocks."""
+    """`function`, run by every device along the manual axes, and others, on its own blocks."""
     return jax.shard_map(
         function,
         mesh=jax_mesh(manual.mesh),
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(_axes(manual)),
+        axis_names={*_axes(manual), *others},
         check_vma=False,
     )
 
@@ -119,6 +123,8 @@ def run(
     local: Sequence[bool],
     numbers: Sequence[registry.Number],
     key: jax.Array | None,
+    *,
+    others: Sequence[tuple[str, ...]] = (),
 ) -> list[jax.Array]:
     """Runs `kernel(inputs, numbers, key)` on every device, with the device's own values.
 
@@ -129,11 +135,17 @@ def run(
         local: whether each input is local; other inputs are equal on all devices.
         numbers: the scalar inputs, equal on all devices.
         key: the random key, or None; every device folds its position into it.
+        others: for each dim of local tensors, other axes that split it: the kernel takes and
+            returns blocks. A region inside of the kernel would do the same, and Shardy loses that
+            it is inside of another one (`docs/xla_errors.md`).
 
     Returns:
         Each result as a stack of the devices' values.
     """
-    stacked, same = PartitionSpec(_axes(manual)), PartitionSpec()
+    stacked, same = (
+        PartitionSpec(_axes(manual), *(axes or None for axes in others)),
+        PartitionSpec(),
+    )
     kinds = [number.kind for number in numbers]
 
     def on_device(
@@ -149,6 +161,7 @@ def run(
         [same] * len(numbers),
         [same] * (key is not None),
     )
-    return _mapped(manual, on_device, in_specs, stacked)(
+    names = [name for axes in others for name in axes]
+    return _mapped(manual, on_device, in_specs, stacked, names)(
         list(inputs), [n.value for n in numbers], [] if key is None else [key]
     )
