@@ -187,6 +187,7 @@ def test_several_results_are_stacks():
         ("spmd::optimization_barrier", lambda x: torch.ops.spmd.optimization_barrier([x])[0]),
         ("spmd::to_host_memory", torch.ops.spmd.to_host_memory),
         ("jax::double", lambda x: spmd.call_jax(double, x)),
+        ("aten::grid_sampler_3d_backward", lambda x: sampled_backward(x.reshape(1, 2, 2, 2, 1))),
     ],
 )
 def test_what_is_no_plain_function_of_arrays_stays(name, function):
@@ -196,6 +197,12 @@ def test_what_is_no_plain_function_of_arrays_stays(name, function):
 
 def double(x):
     return x * 2
+
+
+def sampled_backward(x):
+    grid = x.expand(1, 2, 2, 2, 3)
+    grad = x.reshape(1, 1, 2, 2, 2)
+    return torch.ops.aten.grid_sampler_3d_backward(grad, grad, grid, 0, 0, False, [True, True])[1]
 
 
 def test_manual_regions_stay(mesh_1d, num_devices):

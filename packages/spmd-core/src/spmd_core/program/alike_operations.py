@@ -272,6 +272,11 @@ class Groups:
                 wanted |= {x.group for x in group.operands if isinstance(x, StackedValue)}
 
 
+# The gradient of a coordinate jumps where it meets an element of the grid, so that a last bit of
+# what is computed in another order decides it.
+_ALONE = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
+
+
 def may_be_stacked(entry: Entry) -> bool:
     """Whether an operation on rows may become one on stacks: a pure function of arrays of torch's.
 
@@ -289,6 +294,8 @@ def may_be_stacked(entry: Entry) -> bool:
     if traits.rows is not None or traits.images or traits.query is not None or traits.has_seeds:
         return False
     if not entry.name.startswith(("aten::", "write.aten::")) or traits.by_item:
+        return False
+    if entry.name.split(".")[0] in _ALONE:
         return False
     return not (entry.number_kinds and ".moving" in entry.name)
 
