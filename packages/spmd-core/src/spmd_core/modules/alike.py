@@ -10,7 +10,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -32,11 +32,12 @@ _MISSING = object()
 Differences = dict[nn.Module, dict[str, str]]
 
 
-def differences(modules: Sequence[nn.Module]) -> Differences:
+def differences(modules: Sequence[nn.Module], unread: Collection[str] = ()) -> Differences:
     """For each submodule of the first module, its attributes that others have otherwise.
 
     Args:
         modules: at least one. Their parameters and buffers are not compared.
+        unread: attributes of these modules themselves that are not compared either.
 
     Raises:
         WrapError: they have submodules of other names or classes.
@@ -57,6 +58,8 @@ def differences(modules: Sequence[nn.Module]) -> Differences:
         for name, one in first.items():
             if one is not others[name]:
                 for key, text in _attributes(one, others[name], pairs):
+                    if not name and key in unread:
+                        continue
                     where = f"{name}.{key}".lstrip(".")
                     found.setdefault(one, {}).setdefault(
                         key,
@@ -99,11 +102,16 @@ def _name_of_class(module: nn.Module | None) -> str:
     return "missing" if module is None else f"a {type(module).__name__}"
 
 
+def class_of(module: nn.Module) -> Any:
+    """A module's class without what `scan_model` has made of it."""
+    return getattr(type(module), "scanned_class", type(module))
+
+
 def _of_one_class(a: nn.Module | None, b: nn.Module | None) -> bool:
     if type(a) is type(b):
         return True
     # Each parametrized module has a class of its own.
-    if a is None or b is None or type(a).__bases__ != type(b).__bases__:
+    if a is None or b is None or class_of(a).__bases__ != class_of(b).__bases__:
         return False
     return parametrize.is_parametrized(a) and parametrize.is_parametrized(b)
 

@@ -1,7 +1,7 @@
 """Layers of one structure as one loop: the first layer is called with the tensors of each."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def run_layers(
     init: Any,
     xs: Any = None,
     *,
-    may_keep: bool = True,
+    unread: Collection[str] = (),
 ) -> Any:
     """What `control_flow.scan` returns of `step`, called for one layer after another.
 
@@ -42,11 +42,11 @@ def run_layers(
         step: calls the layer that it gets.
         init: the first carry.
         xs: what else differs between layers: tensors of shape `(number of layers, ...)`.
-        may_keep: whether something outside may keep tensors of an iteration, which have no value.
+        unread: attributes of the layers themselves that may differ, as `step` sees to them.
 
     Raises:
         ValueError: the layers differ in more than the values of their parameters and buffers.
-        ControlFlowError: a layer writes to a buffer; or keeps a tensor, and may not.
+        ControlFlowError: a layer writes to a buffer, or keeps a tensor that it computes.
     """
     if len(layers) == 1:
         slices = pytree.tree_map_only(torch.Tensor, lambda t: t[0], xs)
@@ -63,14 +63,14 @@ def run_layers(
         if name not in shared
     }
     loop = _Loop(layers[0], step, shared)
-    with guarded(differences(layers)):
+    with guarded(differences(layers, unread)):
         return scan_inside(
             loop.active,
             loop.call,
             init,
             (stacks, xs),
             length=len(layers),
-            on_kept=None if may_keep else functools.partial(_refuse_kept, layers[0]),
+            on_kept=functools.partial(_refuse_kept, layers[0]),
         )
 
 

@@ -1,124 +1,234 @@
-"""`scan_model`: layers that a model calls one after another run as one loop of the program."""
+"""`scan_model`: a model's stacks of layers run as loops; its code stays as it is."""
 
+import copy
+import copyreg
+import functools
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
-from spmd_core.arguments import require_kind
+from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import WrapError
-from spmd_core.modules.alike import differences
-from spmd_core.modules.layer_calls import LayerGroup
+from spmd_core.modules.alike import class_of, differences
+from spmd_core.modules.layer_loop import require_alike
+from spmd_core.modules.layer_stack import ATTRIBUTE, LayerStack
+from spmd_core.modules.wrap_policies import has_forward
 
 M = TypeVar("M", bound=nn.Module)
-_CALLED_AS = "_called_as"  # the attribute of a layer with its group and its index in it
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def scan_model(model: M) -> M:
-    """Makes the layers that a model calls one after another run as one loop of the program.
+@checked()
+def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool = False) -> M:
+    """Has the stacks of layers in a model run as loops of the program, in place.
 
-    Layers are those of one structure that follow each other in a `ModuleList`, `Sequential` or
-    `ModuleDict`; layers inside of layers stay as they are. Nothing else in the user's code changes:
-    names, `state_dict()`, optimizers, hooks and the model's own forward are as before. The program
-    has the operations of one layer, so it takes as long to compile as that of a few layers; see
-    `scan_layers`, by which the loop is computed, for what holds in it.
+    A stack is two or more layers, one behind the other in a `ModuleList`, `Sequential` or
+    `ModuleDict`, that differ in nothing but the values of their parameters and buffers; a model may
+    have several, as of an encoder and a decoder. Nothing else changes: the model calls its layers
+    in a loop of its own, and has the same names, `state_dict()`, indices and hooks. The call of a
+    stack's first layer records all of them as `scan_layers` does, and compiles one layer; the
+    others return what they compute in that loop. What each layer returns can be used as before:
+    hidden states and attentions that a model collects are right. Forward hooks of a layer see its
+    own values; those that change them must be on all layers. `fully_shard`, plans, rules, marks,
+    checkpointing and LoRA's adapters may come before or after.
 
-    The model's code decides what is computed: where each layer gets what the one before returned,
-    and the same further arguments, all of them run as one loop when the last one is called. Where
-    it does something else, such as a read of one layer's result, or a cache that layers write to,
-    the layers are called one after another, with a warning for each reason; the counter
-    `layers_called_apart` counts such calls. Only a result of a layer before the last one that is
-    used after the loop is an error. Does not wait for the device.
+    The model's loop passes on what a layer returns, and else the same arguments to all layers; a
+    loop that does otherwise is an error that names what differs. If it ends early, the layers
+    behind have gradients of zeros, and not None. Layers that get an object which
+    they may change, such as a cache of keys and values, run one after another, with a warning; so
+    do layers on the CPU, without one. A deep copy of the model has the loops, a pickle has not.
 
     Args:
-        model: the model, on any device; on others than `xla` it runs as before. Calling this again
-            changes nothing.
+        model: a model, such as one of Hugging Face's. Its list of layers may have others before
+            and behind those of a stack.
+        path: the name of such a list in the model, or several; by default all
+            with alike layers that have modules inside and are in no other such layer.
+        undo: whether the stacks go back to layers that run one after another.
 
     Returns:
         The model.
 
     Raises:
-        WrapError: no layers of one structure follow each other in the model.
-        TypeError: something that is no module.
+        WrapError: there is no stack, or no module of such a name.
+        TypeError: not a module.
 
     Example:
         >>> import torch
-        >>> layers = [torch.nn.Linear(4, 4) for _ in range(3)]
-        >>> model = scan_model(torch.nn.Sequential(*layers)).to("xla")
-        >>> model(torch.ones(2, 4, device="xla")).shape
-        torch.Size([2, 4])
+        >>> layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(4)]
+        >>> model = scan_model(nn.Sequential(*layers).to("xla"))
+        >>> model(torch.ones(1, 3, 8, device="xla")).shape
+        torch.Size([1, 3, 8])
     """
-    require_kind("model", model, nn.Module, write="the model")
-    groups = list(_groups(model, ""))
-    if not groups:
-        raise WrapError(
-            "scan_model looks for layers of one class and structure, with parameters, that follow "
-            "each other in a ModuleList, Sequential or ModuleDict; got a "
-            f"{type(model).__name__} without any. Call spmd.scan_layers(layers, x) where they are "
-            "called."
-        )
-    for name, layers in groups:
-        if any(_CALLED_AS in layer.__dict__ for layer in layers):
-            continue
-        group = LayerGroup(layers, f"the {len(layers)} layers of {name}")
-        for index, layer in enumerate(layers):
-            layer.__dict__[_CALLED_AS] = group, index
-            kind: Any = type(layer)
-            layer.__class__ = _called_in_turn(kind)
+    require_kind("model", model, nn.Module, write="a torch.nn.Module")
+    if undo:
+        for module in model.modules():
+            _release(module)
+        return model
+    found = [*_all_stacks(model)] if path is None else [*_stacks_at(model, path)]
+    for name, container, layers in found:
+        if any(layer.__dict__.get(ATTRIBUTE) is not None for layer in layers):
+            continue  # it is one already
+        stack = LayerStack(name, container)
+        for layer in layers:
+            layer.__dict__[ATTRIBUTE] = stack
+            layer.__class__ = _scanned(class_of(layer))
     return model
 
 
-def _groups(module: nn.Module, path: str) -> Iterator[tuple[str, list[nn.Module]]]:
-    """The layers of each loop, with the name of what they are in."""
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    taken: set[int] = set()
-    if isinstance(module, _CONTAINERS):
-        for layers in _runs([child for _, child in children]):
-            taken.update(map(id, layers))
-            yield path or type(module).__name__, layers
-    for name, child in children:
-        if id(child) not in taken:
-            yield from _groups(child, f"{path}.{name}".lstrip("."))
+def _all_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """The stacks that are in no layer of another one, with the names of their lists."""
+    found = False
+    reasons: list[str] = []
+    pending: list[tuple[str, nn.Module]] = [("", model)]
+    seen = {model}
+    while pending:
+        name, module = pending.pop(0)
+        runs = [run for run in _runs(name, module, reasons) if not _is_elementary(run[0])]
+        for run in runs:
+            found = True
+            yield name, module, run
+        seen.update(layer for run in runs for layer in run)
+        for key, child in module.named_children():
+            if child not in seen:
+                seen.add(child)
+                pending.append((f"{name}.{key}" if name else key, child))
+    if not found:
+        raise _none_found(f"a {type(model).__name__}", reasons)
 
 
-def _runs(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The longest runs of at least two modules of one structure."""
+def _stacks_at(
+    model: nn.Module, path: str | Sequence[str]
+) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    """The stacks in lists of these names."""
+    modules = dict(model.named_modules())
+    for name in [path] if isinstance(path, str) else path:
+        require_kind("path", name, str, write="the name of a ModuleList, such as 'model.layers'")
+        module = modules.get(name)
+        if not isinstance(module, _LISTS):
+            lists = [n for n, m in modules.items() if isinstance(m, _LISTS)]
+            got = "none" if module is None else f"a {type(module).__name__}"
+            raise WrapError(
+                "path is the name of a ModuleList, Sequential or ModuleDict, as in "
+                f"named_modules(); got {name!r}, which is {got} of {type(model).__name__}. "
+                f"Give one of {lists}."
+            )
+        reasons: list[str] = []
+        runs = [*_runs(name, module, reasons)]
+        if not runs:
+            raise _none_found(repr(name), reasons)
+        for run in runs:
+            yield name, module, run
+
+
+def _none_found(where: str, reasons: Sequence[str]) -> WrapError:
+    return WrapError(
+        "a stack is two or more layers, one behind the other in a ModuleList, Sequential or "
+        "ModuleDict, of one class, with a forward, and with parameters and buffers of the same "
+        f"names, shapes and dtypes; got none in {where}. "
+        f"{''.join(f'{reason} ' for reason in reasons[:3])}Call "
+        "spmd.scan_layers in the model's code for layers that are elsewhere."
+    )
+
+
+def _runs(name: str, container: nn.Module, reasons: list[str]) -> Iterator[list[nn.Module]]:
+    """The longest runs of alike layers in a list; adds why two of them are not alike."""
+    if not isinstance(container, _LISTS):
+        return
     run: list[nn.Module] = []
-    for module in modules:
-        if run and module not in run and _are_alike(run[0], module):
-            run.append(module)
-            continue
-        if len(run) > 1:
-            yield run
-        run = [module] if next(module.parameters(), None) is not None else []
+    seen: set[nn.Module] = set()
+    for key, layer in container._modules.items():
+        reason = "it has no forward" if layer is None or not has_forward(layer) else None
+        if reason is None and layer in seen:
+            reason = "it comes twice"
+        if reason is None and run:
+            reason = _difference(run[0], layer)
+        if reason is not None and (run or len(container) == 1 or not seen):
+            reasons.append(f"In {name or 'the model'!r}, of {key}: {reason}")
+        if reason is not None:
+            if len(run) > 1:
+                yield run
+            run = []
+        if layer is not None and has_forward(layer) and layer not in seen:
+            run.append(layer)
+            seen.add(layer)
     if len(run) > 1:
         yield run
 
 
-def _are_alike(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have submodules of the same classes, and tensors of the same forms."""
-    forms = [
-        [(name, t.shape, t.dtype) for name, t in (*m.named_parameters(), *m.named_buffers())]
-        for m in (first, other)
-    ]
-    if forms[0] != forms[1]:
-        return False
+def _difference(first: nn.Module, layer: nn.Module) -> str | None:
+    """Why two layers are not alike; None if they are."""
+    if (
+        class_of(first) is not class_of(layer)
+        and class_of(first).__name__ != class_of(layer).__name__
+    ):
+        return f"it is a {type(layer).__name__} behind a {type(first).__name__}."
     try:
-        differences([first, other])
-    except WrapError:
-        return False
-    return True
+        tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (first, layer)]
+        require_alike(tensors[0], tensors[1], 1)
+        differences([first, layer])
+    except WrapError as error:
+        return str(error)
+    return None
 
 
-@lru_cache(maxsize=256)
-def _called_in_turn(kind: Any) -> Any:
-    """The class of layers of this class whose calls may run as one loop."""
+def _is_elementary(layer: nn.Module) -> bool:
+    """Whether a layer is one of torch's own without modules inside, such as `Linear`."""
+    return not layer._modules and class_of(layer).__module__.startswith("torch.nn")
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group, index = self.__dict__[_CALLED_AS]
-        return group.call(index, super(made, self).__call__, args, kwargs)
 
-    made = type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+def _release(layer: nn.Module) -> None:
+    """Gives a layer its own class back."""
+    if ATTRIBUTE in layer.__dict__:
+        del layer.__dict__[ATTRIBUTE]
+        layer.__class__ = class_of(layer)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scanned(kind: Any) -> type[nn.Module]:
+    """A class of modules that are called as layers of a stack."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stack: LayerStack | None = self.__dict__.get(ATTRIBUTE)
+        run = functools.partial(kind.__call__, self)
+        return run(*args, **kwargs) if stack is None else stack.call(self, run, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:  # a pickle has the layer as it was
+        with _of_class(self, kind):
+            parts: Any = self.__reduce_ex__(protocol)
+        function, arguments, state, *rest = parts
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # The pickler refuses that for an object that is of another class by now.
+            function, arguments = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != ATTRIBUTE}
+        return (function, arguments, state, *rest)
+
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        with _of_class(self, kind):
+            result = copy.deepcopy(self, memo)
+        result.__class__ = made
+        return result
+
+    names = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deep_copy,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "scanned_class": kind,
+    }
+    made: type[nn.Module] = type(kind)(kind.__name__, (kind,), names)
     return made
+
+
+@contextmanager
+def _of_class(layer: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
+    """Inside, the layer is of another class."""
+    own = type(layer)
+    layer.__class__ = kind
+    try:
+        yield
+    finally:
+        layer.__class__ = own

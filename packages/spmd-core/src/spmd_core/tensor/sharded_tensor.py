@@ -415,14 +415,6 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: a for name, a in tensor.__dict__.items() if name not in _INTERNAL}
 
 
-class DeferredTensor(torch.Tensor):
-    """A tensor that stands for another one, which is recorded when it is needed."""
-
-    def resolved(self) -> torch.Tensor:
-        """That tensor."""
-        raise NotImplementedError
-
-
 def device_tensor(
     t: Any, what: str, *, advice: str = "Move it first: t = t.to('xla')."
 ) -> XLAShardedTensor:
@@ -431,8 +423,6 @@ def device_tensor(
     Raises:
         DeviceMismatchError: it is on another device, or not a tensor.
     """
-    if isinstance(t, DeferredTensor):
-        t = t.resolved()
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise DeviceMismatchError(f"{what} needs a tensor on device 'xla'; got {got}. {advice}")
