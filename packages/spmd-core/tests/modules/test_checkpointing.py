@@ -132,7 +132,7 @@ def test_what_is_saved_decides_memory_and_flops():
         assert temp_bytes < 0.5 * kept and flops > 1.24 * kept_flops
     products, attention = found["save products"], found["save attention"]
     assert again < products[0] < 0.8 * kept and kept_flops < products[1] < 0.9 * again_flops
-    assert attention[0] < 0.5 * kept and products[1] < attention[1] < 0.98 * again_flops
+    assert attention[0] < 0.5 * kept and products[1] < attention[1] < 0.95 * again_flops
 
 
 @pytest.mark.one_device

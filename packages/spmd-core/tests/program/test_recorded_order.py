@@ -1,15 +1,10 @@
 """On a CPU, gradients of weights are computed in the order of recording, not at the end."""
 
-import re
-
-import pytest
 import torch
 from recorded_graphs import graph_of, names, rewritten
 from torch import nn
-from torch.nn import functional
 
 import spmd_core as spmd
-from spmd_core import debugging
 from spmd_core.program.ir import BarrierEntry
 from spmd_core.program.passes.recorded_order import recorded_order
 
@@ -48,26 +43,6 @@ def test_products_wait_for_sums_of_gradients():
     waits = waits_of(*gradients_of(loss, first, second))
     waited = [value.op.entry.name for _, values in waits for value in values]
     assert waited.count("aten::add.Tensor") == 2  # of the weight and of the bias of `second`
-
-
-def attended(keys, device):
-    """Two layers, each an attention behind a linear layer, and their gradients."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-    x = torch.randn(2, keys, 8).to(device)
-    for layer in layers:
-        rows = layer(x).unsqueeze(1)
-        x = functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True).squeeze(1)
-    return gradients_of(x.square().sum(), layers)
-
-
-@pytest.mark.parametrize(("keys", "num_softmaxes"), [(64, 2), (65, 3)])
-def test_weights_of_an_attention_are_computed_once_unless_they_are_many(keys, num_softmaxes):
-    """The last attention of forward is next to its backward, and shares its weights in any case."""
-    text = debugging.hlo(*attended(keys, "xla"))
-    assert len(re.findall(r" exponential\(", text)) == num_softmaxes
-    for got, right in zip(attended(keys, "xla"), attended(keys, "cpu")):
-        torch.testing.assert_close(got.cpu(), right, rtol=1e-4, atol=1e-4)
 
 
 def test_programs_without_gradients_wait_for_nothing():

@@ -18,9 +18,6 @@ from spmd_core.program.partial_sums import ADDITION, PartialSumEntry
 from spmd_core.program.target import Target
 
 _ADD = "aten::add.Tensor"
-# The largest number of weights for each element of an attention's query that forward may keep for
-# backward. The other activations of a layer of a transformer are ten to twenty times its queries.
-_MOST_WEIGHTS = 8
 
 
 def recorded_order(graph: Graph, target: Target) -> Graph:
@@ -71,16 +68,10 @@ class _Order:
             self._made += self._to_wait_for(op)
 
     def _after_earlier(self, op: Op) -> dict[Ref, Ref]:
-        """The last operand of a product, after a barrier for the earlier values.
-
-        The others are read without one, so that XLA computes once what forward and backward share,
-        such as the weights of an attention. All wait if these would take too much memory.
-        """
+        """The operands of a product, after a barrier for the earlier values."""
         own = [x for x in dict.fromkeys(op.operands) if not _may_be_shared(x)]
         if not own:
             return {}
-        if not _has_many_weights(op):
-            own = [max(own, key=_place)]
         position = op.source.position
         late = [
             x for x in self._made if self._first_use.get(x, 0) > position or _is_partial_sum(x.op)
@@ -120,20 +111,6 @@ def _is_product(op: Op) -> bool:
 
 def _is_partial_sum(op: Op | None) -> bool:
     return op is not None and isinstance(op.entry, PartialSumEntry)
-
-
-def _place(value: Ref) -> int:
-    """The position of the operation that computes a value."""
-    return -1 if value.op is None else value.op.source.position
-
-
-def _has_many_weights(op: Op) -> bool:
-    """Whether the weights of an attention are much larger than its queries."""
-    position = op.entry.traits.query
-    if position is None:
-        return False
-    query, key = (op.operands[position + i].spec.shape for i in (0, 1))
-    return key[-2] > _MOST_WEIGHTS * query[-1]
 
 
 def _may_be_shared(value: Ref) -> bool:
