@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "spmd_core/ops/softmax.py",
         "softmax's backward always sums over the last dim",
-        "jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True)",
+        "jnp.sum(grad * output, axis=reduced_dims(last, grad.ndim), keepdims=True)",
         "jnp.sum(grad * output, axis=reduced_dims(-1, grad.ndim), keepdims=True)",
     ),
     Fault(

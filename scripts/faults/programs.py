@@ -161,6 +161,30 @@ FAULTS = (
         "folded = list(keys)",
     ),
     Fault(
+        "spmd_core/program/passes/costly_values.py",
+        "cosines are computed again in each value that reads them",
+        "                if result.spec.num_elements > size:",
+        "                if result.spec.num_elements < 0:",
+    ),
+    Fault(
+        "spmd_core/program/passes/class_orders.py",
+        "a loss of values of any order computes in that of transposed logits",
+        "    return spec.strides[_DIM] == source.strides[-1] and others == source.strides[:-1]",
+        "    return bool(others)",
+    ),
+    Fault(
+        "spmd_core/program/passes/class_orders.py",
+        "dims of one size that are exchanged count as a view in the same order",
+        "view = op.source_of_elements(Elements.RESHAPED)",
+        "view = op.source_of_elements(Elements.PERMUTED)",
+    ),
+    Fault(
+        "spmd_core/program/passes/column_gathers.py",
+        "columns that the major axis splits are gathered as adjacent blocks",
+        "not before[1] or before[1][:-1] != after[1]",
+        "not before[1] or len(before[1]) != len(after[1]) + 1",
+    ),
+    Fault(
         "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",

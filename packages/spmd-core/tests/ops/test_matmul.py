@@ -224,3 +224,18 @@ def test_operands_of_a_grouped_product_must_fit():
         ):
             torch.ops.aten._grouped_mm(x.to(device), y.to(device), OFFSETS.to(device))
         torch.ops.aten._grouped_mm(x.to(device), y[:, :4].to(device), OFFSETS.to(device))
+
+
+@pytest.mark.parametrize("rows", [512, 1024])
+def test_the_gradient_of_a_tall_weight(rows: int) -> None:
+    """CPUs compute the transpose of a product whose result has many more rows than columns."""
+    torch.manual_seed(0)
+    x, grad, weight = torch.randn(2, 512, 16), torch.randn(2, 512, rows), torch.randn(rows, 16)
+    (got,) = torch.autograd.grad(
+        torch.nn.functional.linear(x.to("xla"), w := weight.to("xla").requires_grad_()),
+        [w],
+        grad.to("xla"),
+    )
+    torch.testing.assert_close(
+        got.cpu(), grad.flatten(0, 1).T @ x.flatten(0, 1), rtol=1e-5, atol=1e-3
+    )

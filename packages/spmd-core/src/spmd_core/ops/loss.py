@@ -11,7 +11,9 @@ import torch
 from jax import lax
 
 from spmd_core.ops.kernels import index_rules
+from spmd_core.ops.kernels.class_order import ordered, restored
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 # torch's numbers for the `reduction` argument
@@ -183,12 +185,13 @@ def _class_weights(
     "aten.nll_loss_forward.default",
     "aten.nll_loss2d_forward.default",
     indices=index_rules.of_classes,
+    traits=Traits(classes=0),
 )
 def _nll_loss(
     ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
     dtype = opmath(ctx.dtype)
-    dim = _class_dim(x)
+    x, dim = ordered(ctx, x, _class_dim(x))
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
     weights = _class_weights(weight, target, ignore_index, dtype)
     used = target != ignore_index
@@ -212,7 +215,11 @@ def _nll_loss(
     return total.astype(ctx.dtype), total_weight.astype(ctx.dtype)
 
 
-@lowering("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+@lowering(
+    "aten.nll_loss_backward.default",
+    "aten.nll_loss2d_backward.default",
+    traits=Traits(classes=1),
+)
 def _nll_loss_backward(
     ctx: Context,
     grad: Any,
@@ -223,8 +230,8 @@ def _nll_loss_backward(
     ignore_index: int,
     total_weight: Any,
 ) -> jax.Array:
-    dtype = opmath(ctx.dtype)
-    dim = _class_dim(x)
+    dtype, of_classes = opmath(ctx.dtype), _class_dim(x)
+    x, dim = ordered(ctx, x, of_classes)
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
     scale = -as_array(grad, dtype) * _class_weights(weight, target, ignore_index, dtype)
     if reduction == _MEAN:
@@ -234,9 +241,9 @@ def _nll_loss_backward(
     chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
     # With a total weight of 0 the scale of ignored targets is nan.
     chosen &= jnp.expand_dims(target != ignore_index, dim)
-    return jnp.where(
-        chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)
-    ).astype(ctx.dtype)
+    scale = jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim)
+    grads = jnp.where(chosen, scale, jnp.zeros((), dtype))
+    return restored(ctx, grads.astype(ctx.dtype), of_classes)
 
 
 # ---- margins between classes: (batch, class) or (class,) -----------------------------------------

@@ -117,8 +117,19 @@ class TableLayout:
     scatter: Callable[[jax.Array], jax.Array]
 
 
+@dataclass(frozen=True)
+class ClassOrder:
+    """The classes of a softmax or of a loss lie next to each other in memory.
+
+    Attributes:
+        dim: the dim of the classes, which is not the last one.
+    """
+
+    dim: int
+
+
 # A layout that the kernel of an operation may need to choose its form.
-Hint = ImageLayout | AttentionLayout | TableLayout
+Hint = ImageLayout | AttentionLayout | TableLayout | ClassOrder
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ class BatchSplit:
     split: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
-H = TypeVar("H", ImageLayout, AttentionLayout, TableLayout)
+H = TypeVar("H", ImageLayout, AttentionLayout, TableLayout, ClassOrder)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from spmd_core.ops.kernels.class_order import ordered, restored
 from spmd_core.ops.kernels.precision import opmath, reduced_dims, widened
 from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import Context, as_array, lowering
@@ -22,9 +23,11 @@ def _softmax_over(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Arra
     return powers / jnp.sum(powers, axis=dims, keepdims=True)
 
 
-@lowering("aten._softmax.default", traits=Traits(passes_nan_on=True))
+@lowering("aten._softmax.default", traits=Traits(passes_nan_on=True, classes=0))
 def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
-    return _softmax_over(ctx, x, reduced_dims(dim, x.ndim)).astype(ctx.dtype)
+    x, last = ordered(ctx, x, dim)
+    powers = _softmax_over(ctx, x, reduced_dims(last, x.ndim))
+    return restored(ctx, powers.astype(ctx.dtype), dim)
 
 
 @lowering("aten._safe_softmax.default")
@@ -36,33 +39,31 @@ def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Arra
     return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
 
 
-@lowering("aten._log_softmax.default", traits=Traits(passes_nan_on=True))
+@lowering("aten._log_softmax.default", traits=Traits(passes_nan_on=True, classes=0))
 def _log_softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
-    dims = reduced_dims(dim, x.ndim)
+    x, last = ordered(ctx, x, dim)
+    dims = reduced_dims(last, x.ndim)
     shifted = _shifted(ctx, x, dims)
-    return (shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))).astype(
-        ctx.dtype
-    )
+    logs = shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))
+    return restored(ctx, logs.astype(ctx.dtype), dim)
 
 
-@lowering("aten._softmax_backward_data.default")
+@lowering("aten._softmax_backward_data.default", traits=Traits(classes=1))
 def _softmax_backward(
     ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
 ) -> jax.Array:
-    grad, output = widened(grad), widened(output)
-    return (
-        output * (grad - jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True))
-    ).astype(ctx.dtype)
+    (grad, last), (output, _) = (ordered(ctx, widened(x), dim) for x in (grad, output))
+    total = jnp.sum(grad * output, axis=reduced_dims(last, grad.ndim), keepdims=True)
+    return restored(ctx, (output * (grad - total)).astype(ctx.dtype), dim)
 
 
-@lowering("aten._log_softmax_backward_data.default")
+@lowering("aten._log_softmax_backward_data.default", traits=Traits(classes=1))
 def _log_softmax_backward(
     ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
 ) -> jax.Array:
-    grad, output = widened(grad), widened(output)
-    return (
-        grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)
-    ).astype(ctx.dtype)
+    (grad, last), (output, _) = (ordered(ctx, widened(x), dim) for x in (grad, output))
+    total = jnp.sum(grad, axis=reduced_dims(last, grad.ndim), keepdims=True)
+    return restored(ctx, (grad - jnp.exp(output) * total).astype(ctx.dtype), dim)
 
 
 # torch's numbers for `mask_type`. The mask's shape is (query, key) for 0, (batch, key) for 1, and

@@ -200,7 +200,10 @@ def _lowered(
         total = total.astype(dtypes.to_jax(part.spec.dtype))
         if not reduction.others:  # else blocks are smaller, and the sum is not reshaped
             total = total.reshape(part.spec.shape)
-        return reduced_block(total, reduction, part.spec) if reduces else total[None]
+        if not reduces:
+            return total[None]
+        by_columns = context.platform == "cpu" and _is_matrix_product(part)
+        return reduced_block(total, reduction, part.spec, by_columns=by_columns)
 
     in_specs = [reduction.spec(split) for split in part.how.split]
     function = mapped(
@@ -211,6 +214,13 @@ def _lowered(
     )
     total = function(list(operands), [number.value for number in numbers], indices)
     return [without_padding(total, part.spec) if reduces else total]
+
+
+def _is_matrix_product(part: Sum) -> bool:
+    """Whether a partial sum is a product with two dims, as it is."""
+    traits, shape = part.op.entry.traits, part.spec.shape
+    is_whole = part.lookup is None and part.value.spec.shape == shape
+    return is_whole and len(shape) == 2 and traits.is_product and not traits.images
 
 
 def _num_chunks(part: Sum, reduction: Reduction, platform: str) -> int:

@@ -7,6 +7,9 @@ from spmd_core.config import config
 from spmd_core.program.ir import Graph, Op, Rewriter
 from spmd_core.program.passes.attention_layouts import attention_layouts
 from spmd_core.program.passes.batch_sums import batch_sums
+from spmd_core.program.passes.class_orders import class_orders
+from spmd_core.program.passes.column_gathers import column_gathers
+from spmd_core.program.passes.costly_values import costly_values
 from spmd_core.program.passes.exact_values import exact_values
 from spmd_core.program.passes.fused_projections import fused_projections
 from spmd_core.program.passes.image_layouts import image_layouts
@@ -36,11 +39,14 @@ PASSES: tuple[Pass, ...] = (
     narrow_gathers,
     refined_marks,
     fused_projections,
+    column_gathers,
     # Order: when values are computed.
     recorded_order,
     paced_gradients,
     late_copies,
     # Materialisation: what is stored.
+    class_orders,
+    costly_values,
     exact_values,
     replicated_values,
 )

@@ -78,19 +78,30 @@ def mapped(
 
 
 def reduced_block(
-    total: jax.Array, reduction: Reduction, spec: Spec, *, is_scattered: bool = False
+    total: jax.Array,
+    reduction: Reduction,
+    spec: Spec,
+    *,
+    is_scattered: bool = False,
+    by_columns: bool = False,
 ) -> jax.Array:
     """Inside the region: the sum of all devices' partial sums, or this device's shard of it.
 
-    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`.
+    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`. With
+    `by_columns`, the columns of a matrix product are scattered as the rows of its transpose: XLA's
+    CPU backend computes that transpose instead of the product. It would else transpose the whole
+    product, as it scatters along the major dim of a layout.
     """
     names = jax_axis_names(reduction.mesh)
     if reduction.axis is not None and reduction.dim is not None and not is_scattered:
         # Only a dim that no other axis splits may be split unevenly.
         padding = [(0, 0)] * total.ndim
         padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
-        total = torus.scatter(
-            jnp.pad(total, padding), reduction.mesh, reduction.axis, reduction.dim
+        total = jnp.pad(total, padding)
+        total = (
+            torus.scatter(total.T, reduction.mesh, reduction.axis, 0).T
+            if by_columns and reduction.dim == 1
+            else torus.scatter(total, reduction.mesh, reduction.axis, reduction.dim)
         )
     rest = [axis for axis in reduction.batch_axes if axis != reduction.axis]
     over = tuple(names[axis] for axis in rest if reduction.size((axis,)) > 1)

@@ -79,6 +79,8 @@ class Traits:
         by_item: whether its arguments are lists of tensors, of one length or empty, beside what all
             items share, and each item of its results is computed from the same item of the lists.
         has_seeds: whether its numbers are seeds, which differ between devices in a manual region.
+        classes: for a softmax or a loss of classes, the position of the operand that has the
+            classes; the kernel may have a `ClassOrder` as its hint.
         fill: the value of each element of its result, whatever its operands hold: a number, or the
             name of the argument that has it; None for an operation that does more.
         query: for an attention, the position of the query, which the key follows; the kernel may
@@ -98,6 +100,7 @@ class Traits:
     passes_nan_on: bool = False
     by_item: bool = False
     has_seeds: bool = False
+    classes: int | None = None
     fill: float | str | None = None
 
 
