@@ -2,7 +2,8 @@
 
 The server is `python -m examples.llama_serving.serve`, in a process of its own, with a random model
 and a tokenizer of one character for each token. Clients stream over HTTP: each asks for a text
-again and again until its share of the requests is done. Time to the first token and from a token to
+again and again until its share of the requests is done. A second server records its steps
+(`--no-capture`), and both are asked in turns. Time to the first token and from a token to
 the next one are seen by the clients; the host's and the device's part of a decode step are the
 server's own figures, at /metrics. Then thousands of tiny requests, while the server's memory is
 read.
@@ -41,8 +42,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         default=[1, 4, 16, 64],
         help="numbers of clients at once",
     )
+    parser.add_argument("--rounds", type=whole(), default=3, help="turns of each (default 3)")
     parser.add_argument(
-        "--tiny", type=whole(), default=10_000, help="tiny requests for the memory (default 10,000)"
+        "--tiny",
+        type=whole(0),
+        default=10_000,
+        help="tiny requests for the memory (default 10,000); 0: none; results are serving_turns.*",
     )
     args = parser.parse_args()
 
@@ -61,55 +66,101 @@ PROMPT_TOKENS, ANSWER_TOKENS = 24, 64
 MAX_GROWTH_BYTES = 16 << 20  # of resident memory, over all tiny requests but the first tenth
 
 
+CAPTURED, RECORDED = "captured", "recorded"
+
+
 def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), width=args.width, layers=args.layers)
-        with server(folder, args.devices) as (url, _):
-            runs = [asyncio.run(measured(url, clients)) for clients in args.clients]
-            compiles = figures(url)["llama_compiles"]
+        with (
+            server(folder, args.devices) as (captured, _),
+            server(folder, args.devices, "--no-capture") as (recorded, _),
+        ):
+            urls = {CAPTURED: captured, RECORDED: recorded}
+            runs = [in_turns(urls, clients, args.rounds) for clients in args.clients]
+            compiles = figures(captured)["llama_compiles"]
+    rows = [row(run[CAPTURED], run[RECORDED]) for run in runs]
+    every = [one for run in runs for one in run[CAPTURED]]
+    hidden = all(one["host_s"] < one["device_s"] for one in every)
+    tiny = tiny_requests(args) if args.tiny else None
+    compiled = sum(one["compiles"] for one in every) + (tiny["compiles"] if tiny else 0)
+    flat = tiny is None or tiny["growth_bytes"] <= MAX_GROWTH_BYTES
+    notes = [
+        f"A Llama of {args.layers} layers, width {args.width}, in float32, tensor={args.devices} "
+        f"on emulated devices, {SLOTS} slots of {LENGTH} tokens; prompts of {PROMPT_TOKENS}, "
+        f"answers of {ANSWER_TOKENS} tokens, at temperature 1. Clients, servers and devices "
+        f"share the cores of one machine. Medians of {args.rounds} turns; of pairs of figures, "
+        "the second one is that of a server that records each step.",
+        f"{verdict(compiled == 0)}: no request compiled anything; {compiles:.0f} programs at the "
+        "start.",
+        f"{verdict(hidden)}: the host's part of a decode step, in CPU time, is smaller than the "
+        "device's.",
+    ]
+    if tiny is not None:
+        rss = tiny["rss_bytes"]
+        notes.append(
+            f"{verdict(flat)}: over {args.tiny:,} tiny requests, {tiny['per_s']:.0f} a second, the "
+            f"server's memory grew by {tiny['growth_bytes'] / 1e6:.1f} MB after the first tenth, "
+            f"from {rss[1] / 1e6:.0f} MB."
+        )
+    columns = ["clients", "tokens/s", "ratio", "first token, median", "p95", "next token, median"]
+    columns += ["p95", "host, a step", "device, a step"]
+    options = {name: value for name, value in vars(args).items() if name != "out"}
+    found = [
+        {"clients": clients, "compiles": sum(one["compiles"] for one in run[CAPTURED]), **run}
+        for clients, run in zip(args.clients, runs)
+    ]
+    data = {"options": options, "runs": found, "memory": tiny}
+    name = "serving" if args.tiny else "serving_turns"
+    publish(name, Table("Serving a Llama", columns, rows, notes), data, folder=args.out)
+    return 0 if hidden and flat and compiled == 0 else 1
+
+
+def tiny_requests(args: argparse.Namespace) -> dict[str, Any]:
+    """The memory of a small model's server over many requests, and what they compiled."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), width=64, layers=2)
         with server(folder, args.devices) as (url, process):
             at_start = figures(url)["llama_compiles"]
             memory = asyncio.run(memory_over(url, process, args.tiny))
-            tiny_compiles = figures(url)["llama_compiles"] - at_start
-    rows = [
-        [
-            str(run["clients"]),
-            f"{run['tokens_per_s']:.0f}",
-            *(
-                f"{1e3 * run[name][part]:.0f} ms"
-                for name in ("first_s", "token_s")
-                for part in ("median", "p95")
-            ),
-            f"{1e3 * run['host_s']:.1f} ms",
-            f"{1e3 * run['device_s']:.1f} ms",
-        ]
-        for run in runs
+            memory["compiles"] = figures(url)["llama_compiles"] - at_start
+    memory["growth_bytes"] = memory["rss_bytes"][-1] - memory["rss_bytes"][1]
+    return memory
+
+
+def in_turns(urls: dict[str, str], clients: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The figures of so many clients at each server, which are asked in turns."""
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in urls}
+    for number in range(rounds):
+        for kind in (CAPTURED, RECORDED) if number % 2 else (RECORDED, CAPTURED):
+            found[kind].append(asyncio.run(measured(urls[kind], clients)))
+    return found
+
+
+def row(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
+    """A line of the table, of medians.
+
+    Args:
+        mine: of the server whose steps are captured.
+        other: of the one that records them.
+    """
+
+    def of(runs: list[dict[str, Any]], name: str, part: str = "") -> float:
+        return statistics.median(run[name][part] if part else run[name] for run in runs)
+
+    ratio = of(mine, "tokens_per_s") / of(other, "tokens_per_s")
+    return [
+        str(mine[0]["clients"]),
+        f"{of(mine, 'tokens_per_s'):.0f}, {of(other, 'tokens_per_s'):.0f}",
+        f"{ratio:.2f}",
+        *(
+            f"{1e3 * of(mine, name, part):.0f} ms"
+            for name in ("first_s", "token_s")
+            for part in ("median", "p95")
+        ),
+        f"{1e3 * of(mine, 'host_s'):.1f}, {1e3 * of(other, 'host_s'):.1f} ms",
+        f"{1e3 * of(mine, 'device_s'):.1f}, {1e3 * of(other, 'device_s'):.1f} ms",
     ]
-    growth = memory["rss_bytes"][-1] - memory["rss_bytes"][1]
-    hidden = all(run["host_s"] < run["device_s"] for run in runs)
-    compiled = sum(run["compiles"] for run in runs) + tiny_compiles
-    flat = growth <= MAX_GROWTH_BYTES
-    notes = [
-        f"A Llama of {args.layers} layers, width {args.width}, in float32, tensor={args.devices} "
-        f"on emulated devices, {SLOTS} slots of {LENGTH} tokens; prompts of {PROMPT_TOKENS}, "
-        f"answers of {ANSWER_TOKENS} tokens, at temperature 1. Clients, server and devices "
-        "share the cores of one machine.",
-        f"{verdict(compiled == 0)}: no request compiled anything; {compiles:.0f} programs at the "
-        "start.",
-        f"{verdict(hidden)}: the host's part of a decode step, in CPU time, is smaller than the "
-        "device's.",
-        f"{verdict(flat)}: over {args.tiny:,} tiny requests, {memory['per_s']:.0f} a second, the "
-        f"server's memory grew by {growth / 1e6:.1f} MB after the first tenth, from "
-        f"{memory['rss_bytes'][1] / 1e6:.0f} MB.",
-    ]
-    columns = ["clients", "tokens/s", "first token, median", "p95", "next token, median", "p95"]
-    columns += ["host, a step", "device, a step"]
-    options = {name: value for name, value in vars(args).items() if name != "out"}
-    data = {"options": options, "runs": runs, "memory": memory}
-    publish("serving", Table("Serving a Llama", columns, rows, notes), data, folder=args.out)
-    return 0 if hidden and flat and compiled == 0 else 1
 
 
 def save_model(folder: Path, *, width: int, layers: int) -> None:
@@ -133,8 +184,8 @@ def save_model(folder: Path, *, width: int, layers: int) -> None:
 
 
 @contextmanager
-def server(folder: str, devices: int) -> Any:
-    """A running server: its address and its process."""
+def server(folder: str, devices: int, *options: str) -> Any:
+    """A running server with some more options: its address and its process."""
     command = [
         sys.executable,
         "-m",
@@ -146,6 +197,7 @@ def server(folder: str, devices: int) -> Any:
     ]
     command += ["--slots", str(SLOTS), "--devices", str(devices)]
     command += ["--mesh", f"tensor={devices}"] if devices > 1 else []
+    command += options
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -3,6 +3,7 @@
 Plain values: neither torch nor jax is imported, so that a wrong option is reported at once.
 """
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -36,6 +37,11 @@ class ServeConfig:
         most=MOST_TOKENS,
     )
     queue: int = knob(256, "requests that may wait for a slot", least=1, most=MOST_ROWS)
+    capture: bool = knob(
+        True,
+        "run the steps' programs without recording them",
+        action=argparse.BooleanOptionalAction,
+    )
     host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
     port: int = knob(8000, "port to listen at; 0: a free one", most=65535)
     api_key: str = knob(

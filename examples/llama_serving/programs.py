@@ -50,13 +50,20 @@ class Programs:
         num_slots: requests that may be in flight.
         length: positions of a slot.
         mesh: with the axis `tensor`; None for one device.
+        capture: whether steps are captured; else each is recorded.
 
     Attributes:
         sizes: which prompts are computed together.
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, *, num_slots: int, length: int, mesh: spmd.Mesh | None
+        self,
+        model: LlamaForCausalLM,
+        *,
+        num_slots: int,
+        length: int,
+        mesh: spmd.Mesh | None,
+        capture: bool = True,
     ) -> None:
         self._model, self._mesh = model, mesh
         self.num_slots, self.length = num_slots, length
@@ -77,13 +84,14 @@ class Programs:
         self._top_k, self._seeds = state(torch.int64), state(torch.int64)
         self._temperatures, self._top_p = state(torch.float32), state(torch.float32)
         spmd.sync()
-        self._captured_prefill = spmd.compile(self._prefill, name="prefill", capture=True)
-        self._captured_decode = spmd.compile(self._decode, name="decode", capture=True)
+        self._captured_prefill = spmd.compile(self._prefill, name="prefill", capture=capture)
+        self._captured_decode = spmd.compile(self._decode, name="decode", capture=capture)
 
     def compile_all(self) -> Iterator[str]:
         """Runs every program on no request's behalf, and names each before it compiles.
 
-        Waits for the device. No call after this one compiles or records anything.
+        Waits for the device. No call after this one compiles anything, or records anything that is
+        captured.
         """
         for rows, bucket in self.sizes.all():
             yield f"{rows} prompt{'s' * (rows > 1)} of up to {bucket} tokens"
@@ -111,9 +119,8 @@ class Programs:
         ids_PT = torch.tensor([[*p.ids, *[0] * (bucket - len(p.ids))] for p in all_P])
         whole_P4 = [(p.slot, len(p.ids), p.options.top_k, p.options.seed) for p in all_P]
         real_P2 = [(p.options.temperature, p.options.top_p) for p in all_P]
-        tokens_P: torch.Tensor = self._captured_prefill(
-            ids_PT, torch.tensor(whole_P4), torch.tensor(real_P2)
-        )
+        given = (ids_PT, torch.tensor(whole_P4), torch.tensor(real_P2))
+        tokens_P: torch.Tensor = self._captured_prefill(*(x.to("xla") for x in given))
         return tokens_P
 
     @torch.no_grad()

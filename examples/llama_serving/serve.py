@@ -162,7 +162,9 @@ def _serve(config: ServeConfig, ending: Ending) -> None:
         start = time.perf_counter()
         _say(f"loading {folder}")
         model = load_model(folder, model_config, dtype=_DTYPES[config.dtype], mesh=mesh)
-        programs = Programs(model, num_slots=config.slots, length=length, mesh=mesh)
+        programs = Programs(
+            model, num_slots=config.slots, length=length, mesh=mesh, capture=config.capture
+        )
         for program in programs.compile_all():
             _say(f"compiling: {program}")
         _say(f"ready after {time.perf_counter() - start:.0f} s")

@@ -146,3 +146,17 @@ def test_prompts_that_are_computed_together(
                 text.append(tokens[p.slot])
         assert found == [expected(p.ids, 4) for p in group]
     assert spmd.metrics.counter("compiles") == compiles
+
+
+def test_recorded_steps_have_the_tokens_of_captured_ones(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, kv_heads=8)
+    captured = make_programs(tmp_path)
+    # One loaded model: its weights are in both.
+    options: Any = {"num_slots": SLOTS, "length": LENGTH, "mesh": captured._mesh}
+    recorded = Programs(captured._model, capture=False, **options)
+    found = [
+        [*prefill(of, 1, prompt(7)), *(of.decode().tolist()[1] for _ in range(6))]
+        for of in (captured, recorded)
+    ]
+    assert found[0] == found[1]
+    assert not hasattr(recorded._captured_decode, "replayed")

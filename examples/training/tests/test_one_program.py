@@ -68,6 +68,7 @@ def test_captured_losses_are_the_recorded_ones(
     assert not hasattr(recorded, "replayed")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_recorded_and_said(
     num_devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,19 +29,21 @@ SCALE = 2.0
 def reached():
     """A function, with an example of each kind of thing that it reaches."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to("xla")
+    model[1].register_forward_hook(lambda *args: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
     model(torch.ones(2, 3).to("xla")).sum().backward()
     optimizer.step()
     of = Holder(
         model=model, optimizer=optimizer, holder=Holder(scale=1.0), slots=Slots(),
         names={"a": 1.0, "b": 2.0}, ordered=collections.OrderedDict(a=1.0, b=2.0),
-        made=collections.defaultdict(list, a=[1.0]), items=[1.0, 2.0], nothing={}, no_items=[],
+        single=collections.OrderedDict(a=1.0), made=collections.defaultdict(list, a=[1.0]),
+        items=[1.0, 2.0], nothing={}, no_items=[],
         numbers=array.array("d", [1.0]), plain=torch.ones(3).to("xla"), scale=1.0,
         view=model[0].bias.view(3),
     )  # fmt: skip
     of.slots.scale = 1.0
-    ordered, made, items, nothing, no_items = (
-        of.ordered, of.made, of.items, of.nothing, of.no_items
+    ordered, single, made, items, nothing, no_items = (
+        of.ordered, of.single, of.made, of.items, of.nothing, of.no_items
     )  # fmt: skip
 
     def helper(x, by=2.0):
@@ -49,11 +51,17 @@ def reached():
 
     def step(x):
         optimizer.step()
-        seen = (ordered, made, items, nothing, no_items, of.numbers, of.names, of.plain, of.view)
+        seen = (ordered, single, made, items, nothing, no_items, of.numbers, of.names)
+        seen += (of.plain, of.view)
         return helper(model(x)) * of.holder.scale * of.slots.scale * SCALE, seen, of.scale
 
     of.helper, of.step = helper, step
     return of
+
+
+def replace_hook(of):
+    (key,) = of.model[1]._forward_hooks
+    of.model[1]._forward_hooks[key] = lambda *args: None
 
 
 def set_cell(of):
@@ -80,6 +88,12 @@ CHANGES = {
     "key that is gone": lambda of: of.names.pop("a"),
     "order of a dict": delete_and_set,
     "order of an OrderedDict": lambda of: of.ordered.move_to_end("a"),
+    "value of an OrderedDict": lambda of: of.ordered.update(a=3.0),
+    "value of an OrderedDict of one item": lambda of: of.single.update(a=3.0),
+    "key of an OrderedDict of one item": lambda of: of.single.update(b=3.0),
+    "other key of an OrderedDict": lambda of: (of.single.popitem(), of.single.update(b=1.0)),
+    "no item of an OrderedDict": lambda of: of.single.clear(),
+    "hook of a module in place of another": replace_hook,
     "key of a defaultdict": lambda of: of.made["b"],
     "item": lambda of: of.items.__setitem__(0, 3.0),
     "more items": lambda of: of.items.append(3.0),

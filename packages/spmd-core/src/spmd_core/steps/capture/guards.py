@@ -7,7 +7,7 @@ and what tensors are, but for those that may get gradients, only if one has told
 
 import itertools
 import operator
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +27,8 @@ _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"
 _requires_grad: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 # A number that is another one after each change of a dict. None: look at all dicts at each call.
 _version_of = releases.dict_version()
-# Dicts that only change by methods of dict: the order of an OrderedDict changes by its own.
+# Dicts that only change by methods of dict. The order of an OrderedDict changes by its own, which
+# is nothing while it has one item.
 _VERSIONED = (dict, defaultdict)
 
 
@@ -113,6 +114,11 @@ class _Mapping:
         self.size: int | None = None
         self.absent: set[Any] = set()
 
+    def is_versioned(self) -> bool:
+        """Whether it can only change with its version, as long as it holds."""
+        kind = type(self.mapping)
+        return kind in _VERSIONED or (kind is OrderedDict and self.size == 1)
+
     def holds(self) -> bool:
         """Whether that is so."""
         mapping, same = self.mapping, operator.is_
@@ -155,8 +161,8 @@ def _mappings(
     for mapping, names in reached.absent.values():
         if names:
             of(mapping).absent |= names
-    dicts = [one for one in found.values() if type(one.mapping) in _VERSIONED]
-    return dicts, [one for one in found.values() if type(one.mapping) not in _VERSIONED]
+    dicts = [one for one in found.values() if one.is_versioned()]
+    return dicts, [one for one in found.values() if not one.is_versioned()]
 
 
 class _Tensors:
