@@ -40,7 +40,7 @@ if "SPMD_CACHE_DIR" not in os.environ:
 
 # Below what they read: the environment is set before the packages are imported. hypothesis
 # registers the generators of its plugins, and finds what refers to one only before it is frozen.
-import hypothesis  # noqa: E402, F401
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from state import reset  # noqa: E402
@@ -49,6 +49,10 @@ import spmd_core as spmd  # noqa: E402
 
 spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
+
+# A test that compiles, or that waits for a busy core, has no time limit of its own.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Tests interrupt themselves. A shell has what it runs in the background ignore that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
