@@ -66,6 +66,8 @@ class ProgramRecord:
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
     source: str = ""  # `file:line` of the user's call that needed the program: `sync()` or a read
+    # The loops that `config.fold_layers` has made: iterations and operations of an iteration.
+    loops: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

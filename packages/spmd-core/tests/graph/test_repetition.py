@@ -80,7 +80,9 @@ def test_runs_are_those_that_a_plain_search_finds(items, least):
             end = start + period
             while end < len(items) and items[end] == items[end - period]:
                 end += 1
-            is_longest = start == 0 or items[start - 1] != items[start + period - 1 : start + period]
+            is_longest = (
+                start == 0 or items[start - 1] != items[start + period - 1 : start + period]
+            )
             is_new = not any(
                 s <= start and end <= e and period % shorter == 0 for s, e, shorter in expected
             )

@@ -100,7 +100,7 @@ def lines(key: Key) -> list[str]:
         f"result {number} {spec!r} {'' if place is None else _placement(place, spec)}"
         for number, spec, place in key.outputs
     ]
-    found.append(f"devices {key.device_ids} {key.options} {key.checks_indices}")
+    found.append(f"devices {key.device_ids} {key.options} {key.checks_indices} {key.fold_layers}")
     found.append(f"growing size {key.bound} {key.slopes.hex()}")
     return found
 

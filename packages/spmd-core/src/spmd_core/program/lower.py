@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from spmd_core import counters, dtypes
 from spmd_core.graph.placement import Placement
-from spmd_core.program import ir, pipeline
+from spmd_core.program import ir, pipeline, repeated_entries
 from spmd_core.program.fold import Fold, Scalars
 from spmd_core.program.index_flag import Check
 from spmd_core.program.program_graph import Growth, RecordedGraph, stored_shape
@@ -37,6 +37,7 @@ class Lowered:
             `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
             the user's line.
         trace_s: the seconds that lowering took.
+        loops: as in `ProgramRecord`.
     """
 
     graph: RecordedGraph
@@ -46,6 +47,7 @@ class Lowered:
     out_placements: tuple[Placement | None, ...]
     stage: jax.stages.Lowered
     trace_s: float
+    loops: tuple[tuple[int, int], ...]
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -75,11 +77,13 @@ def lower(
         jax.enable_x64(True),
         counters.timed(counters.Activity.TRACING),
     ):
-        fold = Fold(pipeline.run(graph, target, name), target)
+        rewritten = pipeline.run(graph, target, name)
+        fold = Fold(rewritten, target)
         stage = _trace(fold, graph, target, name).lower(lowering_platforms=platforms)
     trace_s = time.perf_counter() - start
     checks, placements = fold.flag.checks, graph.out_placements
-    return Lowered(graph.recorded, target, name, checks, placements, stage, trace_s)
+    loops = repeated_entries.loops(rewritten.all_ops())
+    return Lowered(graph.recorded, target, name, checks, placements, stage, trace_s, loops)
 
 
 def jaxpr(recorded: RecordedGraph, name: str) -> ClosedJaxpr:

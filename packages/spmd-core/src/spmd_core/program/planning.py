@@ -14,7 +14,7 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache, initial_state, stacked_state
+from spmd_core.program import compile_cache, initial_state, layer_stacks, stacked_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
@@ -79,6 +79,7 @@ class CutPlan:
             key.device_ids,
             key.options,
             key.checks_indices,
+            key.fold_layers,
         )
 
     @property
@@ -121,11 +122,32 @@ def plan(
             returned=returned,
         )
 
-    first = planned()
-    if not first.stacked.rows or compile_cache.has(first.key):
-        return first
-    groups = stacked_state.more_groups(first.live, first.nodes, first.stacked)
-    return planned(groups) if groups else first
+    made = planned()
+    groups: list[Sequence[Value]] = []
+    # What is updated along with rows is only found once they are rows.
+    while more := _more_groups(made, groups):
+        groups += more
+        made = planned(groups)
+    return made
+
+
+def _more_groups(made: CutPlan, groups: Sequence[Sequence[Value]]) -> list[Sequence[Value]]:
+    """Further leaves of a new program that may become the rows of stacks.
+
+    Args:
+        made: the program's plan.
+        groups: those with which it was planned.
+    """
+    if compile_cache.has(made.key):
+        return []
+    found: list[Sequence[Value]] = []
+    if made.stacked.rows:
+        found += stacked_state.more_groups(made.live, made.nodes, made.stacked)
+    if config.fold_layers:
+        found += layer_stacks.groups(
+            made.key, made.graph, made.leaves, stacked_state.can_be_stacked
+        )
+    return [group for group in found if group not in groups]
 
 
 def _plan(
@@ -198,6 +220,7 @@ def _plan(
         _origins(nodes) if source_lines.is_used() and not is_captured else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
+        config.fold_layers,
     )
     return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
 

@@ -9,6 +9,7 @@ new values for all rows of a stack returns them as one stack, which takes over t
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ def find(
             asks.
         stacks_new_results: whether results that replace nothing may be stacks.
     """
-    if not any_made():
+    if not groups and not any_made():
         return StackedState()
     rows: dict[Value, tuple[Stack, int]] = {}
     for leaf in leaves:
@@ -116,7 +117,7 @@ def find(
     new: dict[Stack, Sequence[Value]] = {}
     asked = (node.inputs for node in nodes if node.entry.__class__ is StackEntry)
     for group in (*asked, *groups):
-        if _can_be_stacked(group, new):
+        if can_be_stacked(group, new):
             stack = _stack(group, None)
             new[stack] = group
             rows |= {leaf: (stack, i) for i, leaf in enumerate(group)}
@@ -148,11 +149,11 @@ def more_groups(
     candidates = []
     for storage in live:
         leaf = storage.committed
-        if leaf is not None and leaf.data is not None and leaf.data.__class__ is not Row:
+        if leaf is not None and leaf.data is not None and leaf not in stacked.rows:
             form = (leaf.spec.logical, leaf.placement, storage.sharding)
             candidates.append(Candidate(leaf, leaf, form))
     found = groups_along(stacked.rows, nodes, candidates)
-    return [group.leaves for group in found if _can_be_stacked(group.leaves, {})]
+    return [group.leaves for group in found if can_be_stacked(group.leaves)]
 
 
 def _begun(
@@ -209,7 +210,9 @@ def _unstacked_results(born: Iterable[Storage]) -> list[StackStorage]:
     return found
 
 
-def _can_be_stacked(leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]]) -> bool:
+def can_be_stacked(
+    leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]] = MappingProxyType({})
+) -> bool:
     """Whether the data of these values may become rows of a new stack.
 
     Not if they are rows of another one, unless that lost a row: two programs that stack the same
