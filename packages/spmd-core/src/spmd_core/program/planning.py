@@ -18,6 +18,7 @@ from spmd_core.program import compile_cache, initial_state, layer_stacks, stacke
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
+from spmd_core.program.stacked_groups import Iterations
 from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -35,7 +36,10 @@ class CutPlan:
         key: the program's key.
         live: the storages that receive the results, in the order of the results. Among them are
             those of other threads whose values these results depend on.
-        nodes: the recorded operations, in the order of recording.
+        nodes: the recorded operations, in the order of recording, between those that take stacks
+            apart and those that make them.
+        recorded: these alone.
+        iterations: the values that loops will compute (`config.fold_layers`), as far as known.
         node_inputs: for each node, the value numbers of its inputs (see `program_graph.Node`).
         leaves: the program's inputs.
         targets: the placement that each leaf must have on the program's devices.
@@ -48,6 +52,8 @@ class CutPlan:
     key: compile_cache.Key
     live: list[Storage]
     nodes: list[Value]
+    recorded: list[Value]
+    iterations: Iterations
     node_inputs: list[list[int]]
     leaves: list[Value]
     targets: tuple[Placement, ...]
@@ -125,7 +131,10 @@ def plan(
     made = planned()
     groups: list[Sequence[Value]] = []
     # What is updated along with rows is only found once they are rows.
-    while more := _more_groups(made, groups):
+    while not compile_cache.has(made.key):
+        more = _more_groups(made, groups)
+        if not more and layer_stacks.iterations(made.recorded) == made.iterations:
+            break
         groups += more
         made = planned(groups)
     return made
@@ -138,14 +147,17 @@ def _more_groups(made: CutPlan, groups: Sequence[Sequence[Value]]) -> list[Seque
         made: the program's plan.
         groups: those with which it was planned.
     """
-    if compile_cache.has(made.key):
-        return []
     found: list[Sequence[Value]] = []
     if made.stacked.rows:
-        found += stacked_state.more_groups(made.live, made.nodes, made.stacked)
+        found += stacked_state.more_groups(made.live, made.nodes, made.stacked, made.iterations)
     if config.fold_layers:
         found += layer_stacks.groups(
-            made.key, made.graph, made.leaves, stacked_state.can_be_stacked
+            made.key,
+            made.graph,
+            made.leaves,
+            made.nodes,
+            made.recorded,
+            stacked_state.can_be_stacked,
         )
     return [group for group in found if group not in groups]
 
@@ -174,8 +186,16 @@ def _plan(
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
+    recorded = nodes
+    iterations = layer_stacks.iterations(recorded) if config.fold_layers else {}
     stacked = stacked_state.find(
-        live, nodes, leaves, state, groups, stacks_new_results=not is_captured
+        live,
+        nodes,
+        leaves,
+        state,
+        groups,
+        iterations=iterations,
+        stacks_new_results=not is_captured,
     )
     rows: dict[Value, int] = {}
     if stacked.rows or stacked.results:
@@ -222,7 +242,20 @@ def _plan(
         config.check_indices,
         config.fold_layers,
     )
-    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+    return CutPlan(
+        key,
+        live,
+        nodes,
+        recorded,
+        iterations,
+        node_inputs,
+        leaves,
+        targets,
+        numbers,
+        state,
+        stacked,
+        label,
+    )
 
 
 def _numbered(

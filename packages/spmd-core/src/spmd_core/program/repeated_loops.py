@@ -32,6 +32,8 @@ class Loops:
         # What is stacked of a run, and stacks of other values, in the new graph.
         self.stacks: dict[tuple[Run, Local | Carried], Ref] = {}
         self._of_values: dict[tuple[Ref, ...], Ref] = {}
+        # Values of the old graph that are rows of results, in the order of the rows.
+        self.rows: list[tuple[Ref, ...]] = []
 
     @property
     def stacked_values(self) -> list[tuple[Ref, ...]]:
@@ -84,9 +86,17 @@ class Loops:
                         entry = unstack_entry(value.spec.logical, run.length)
                         stack = self.stacks[run, name]
                         rows = self.rewriter.add(entry, [stack], loop.source).results
+                        self.rows.append(self._in_order(run, name))
                     now = rows[run.high - 1 - i if self.is_reversed[run] else i - run.low]
                 if now != value:
                     self.rewriter.replace(value, now)
+
+    def _in_order(self, run: Run, name: Local) -> tuple[Ref, ...]:
+        """A value in all iterations, in the order of the rows."""
+        ops = [self.runs.op(run, i, name.position) for i in range(run.low, run.high)]
+        if self.is_reversed[run]:
+            ops.reverse()
+        return tuple(Ref(op, name.result) for op in ops)
 
     def stack_of(self, values: tuple[Ref, ...], source: Source) -> Ref:
         """Values of the old graph as a stack."""

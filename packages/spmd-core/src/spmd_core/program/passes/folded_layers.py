@@ -10,6 +10,7 @@ The numbers are the same: each layer has its own scalar inputs and seeds.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from spmd_core.program.chosen_runs import chosen
 from spmd_core.program.ir import Graph, Ref, Rewriter
@@ -22,26 +23,37 @@ _MOST_COPIED = 2**16
 
 def folded_layers(graph: Graph, target: Target) -> Graph:
     """The graph with loops in place of runs; unchanged if there are none."""
-    return with_loops(graph, are_small)[0] if graph.recorded.fold_layers else graph
+    return with_loops(graph, are_small).graph if graph.recorded.fold_layers else graph
 
 
-def with_loops(
-    graph: Graph, may_be_stacked: Callable[[tuple[Ref, ...]], bool]
-) -> tuple[Graph, list[tuple[Ref, ...]]]:
+class Folded(NamedTuple):
+    """A graph with loops.
+
+    Attributes:
+        graph: the graph.
+        stacked: the values that are stacked for loops.
+        rows: of the recorded graph, values that loops compute and others read, one in each
+            iteration, in the order of the rows of the loop's results.
+    """
+
+    graph: Graph
+    stacked: list[tuple[Ref, ...]]
+    rows: list[tuple[Ref, ...]]
+
+
+def with_loops(graph: Graph, may_be_stacked: Callable[[tuple[Ref, ...]], bool]) -> Folded:
     """The graph with loops in place of runs, also of those that are repeated themselves.
 
     Args:
         graph: the graph.
         may_be_stacked: whether these values, one for each iteration of a loop, may be stacked.
-
-    Returns:
-        The graph, and the values that are stacked.
     """
     stacked: list[tuple[Ref, ...]] = []
+    rows: list[tuple[Ref, ...]] | None = None
     while True:
         runs = chosen(graph, may_be_stacked)
         if not runs.all:
-            return graph, stacked
+            return Folded(graph, stacked, rows or [])
         rewriter = Rewriter(graph)
         loops = Loops(rewriter, runs)
         last = {runs.op(run, run.high - 1, run.period - 1): run for run in runs.all}
@@ -52,6 +64,7 @@ def with_loops(
                 loops.add(last[op])
         graph = rewriter.graph()
         stacked += loops.stacked_values
+        rows = loops.rows if rows is None else rows  # of other walks, they are not recorded values
 
 
 def are_small(values: tuple[Ref, ...]) -> bool:
