@@ -90,7 +90,7 @@ def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
         if name.endswith("c_attn.bias"):
             # The gradient of the keys' bias is 0 plus rounding, which Adam scales up.
             own, expected = own[:32], expected[:32]
-        np.testing.assert_allclose(own, expected, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(own, expected, atol=3e-5, err_msg=name)
 
 
 def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
