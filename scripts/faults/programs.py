@@ -301,9 +301,9 @@ FAULTS = (
     ),
     Fault(
         "spmd_core/program/initial_state.py",
-        "an initial value that the step returns, too, counts as state",
-        "is_input = value in read and value not in results and",
-        "is_input = value in read and",
+        "a scale that the first step reads before its update stays a constant",
+        "is_input = value not in read or is_scalar",
+        "is_input = value not in read",
     ),
     Fault(
         "spmd_core/program/initial_state.py",

@@ -98,6 +98,22 @@ def test_several_threads_keep_the_order() -> None:
     assert wait_until(lambda: not left_behind())
 
 
+def test_a_source_that_reuses_its_memory_waits_for_the_transfer() -> None:
+    memory = [0]
+
+    def source() -> Iterator[list[int]]:
+        for memory[0] in range(6):
+            yield memory
+
+    def place(batch: list[int]) -> Placed:
+        time.sleep(0.02)
+        return Placed([*batch], 0)
+
+    pipe = pipeline(source(), place, reuses_memory=True)
+    assert [pipe.get().batch for _ in range(6)] == [[i] for i in range(6)]
+    assert pipe.get().is_end
+
+
 @pytest.mark.parametrize(("prefetch", "most"), [(0, 1), (1, 2), (3, 4)])
 def test_no_more_batches_live_than_are_prefetched_and_used(prefetch: int, most: int) -> None:
     live: list[weakref.ref[torch.Tensor]] = []

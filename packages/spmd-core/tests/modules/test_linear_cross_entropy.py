@@ -87,6 +87,15 @@ def test_uneven_classes_and_leading_dims(mesh_1d):
     torch.testing.assert_close(on_cpu, right.view(3, 4))
 
 
+def test_ignored_targets_are_those_with_the_given_number():
+    x, weight, _, target = operands(6, classes=4)
+    found = spmd.linear_cross_entropy(
+        *(t.to("xla") for t in (x, weight, target)), ignore_index=int(target[0])
+    )
+    expected = F.cross_entropy(F.linear(x, weight), target, ignore_index=int(target[0]))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
 def test_sixteen_bits():
     x, weight, bias, target = operands(32, classes=24)
     right = gradients(whole, (x, weight, bias), target, {})

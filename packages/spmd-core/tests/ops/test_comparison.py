@@ -23,6 +23,11 @@ def test_comparisons(op: str) -> None:
     check(f"aten.{op}.Scalar", torch.tensor([0.1, 0.2], dtype=torch.bfloat16), 0.1)
 
 
+def test_integers_are_compared_with_fractions() -> None:
+    check("aten.eq.Scalar", torch.tensor([1, 2, 3]), 2.5)
+    check("aten.lt.Tensor", torch.tensor([1, 2, 3]), torch.tensor(2.5).view(1))
+
+
 @pytest.mark.parametrize("op", ["logical_and", "logical_or", "logical_xor"])
 def test_logic(op: str) -> None:
     a, b = torch.tensor([0.0, 1.0, NAN, 0.0])[:, None], torch.tensor([0, 0, 2, -1])

@@ -131,6 +131,20 @@ def test_addmm_with_activation(use_gelu: bool) -> None:
     check("aten._addmm_activation.default", x, a, b, use_gelu=use_gelu, atol=1e-2)
 
 
+def test_the_gradients_of_a_layer() -> None:
+    found = []
+    for device in ("cpu", "xla"):
+        x, weight, bias, grad = (
+            values(torch.float32, *shape).to(device)
+            for shape in [(2, 3, 4), (5, 4), (5,), (2, 3, 5)]
+        )
+        leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+        gradients = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
+        found.append([gradient.cpu() for gradient in gradients])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_trilinear() -> None:
     # The calls that torch.nn.Bilinear makes, forward and backward.
     a, weight, c = (

@@ -323,6 +323,20 @@ def test_a_value_that_is_still_held_is_not_donated():
     assert z.tolist() == [1, 2, 3, 4]
 
 
+def test_a_program_that_is_donated_its_input_is_none_for_an_input_that_lives(mesh_1d):
+    for lives in (False, True):
+        x = spmd.mark_sharding(torch.arange(8.0).to("xla"), mesh_1d, ("x",))
+        spmd.sync()
+        y = spmd.mark_sharding(x.mul(2), mesh_1d, ("x",))
+        held = [x] * lives
+        del x
+        before = spmd.metrics.counter("donated_bytes")
+        spmd.sync()
+        assert spmd.metrics.counter("donated_bytes") - before == (0 if lives else 32)
+        assert y.tolist() == [2.0 * i for i in range(8)]
+    assert held[0].tolist() == [1.0 * i for i in range(8)]
+
+
 def test_a_result_that_is_an_argument_owns_its_buffer():
     a = torch.ones(4).to("xla")
     b = a + 0

@@ -1,5 +1,7 @@
 """Cuts that differ in a growing size alone share a program, with the values of eager torch."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,17 @@ def test_another_layout_has_a_program_of_its_own(mesh_2d, num_devices):
     *_, shared = (compiles(size, "a") for size in (5, 7, 9))
     assert compiles(11, "a") == shared
     assert compiles(11, "b") == shared + 1
+
+
+def test_sizes_in_different_layouts_do_not_grow(mesh_2d, num_devices):
+    if num_devices == 1:
+        pytest.skip("one device has one layout")
+    for size, axis in [(5, "a"), (7, "b"), (9, "a"), (11, "a")]:
+        x = spmd.mark_sharding(torch.ones(size, 8).to("xla"), mesh_2d, (None, axis))
+        spmd.sync()
+        before = counter("compiles")
+        assert x.exp().sum().item() == pytest.approx(8 * size * math.e, rel=1e-5)
+        assert counter("compiles") == before + 1
 
 
 GROWING = {

@@ -68,6 +68,18 @@ def test_regions_of_each_devices_own_blocks_are_shared(mesh_1d, num_devices, mon
     assert debugging.stablehlo(result()) == shared
 
 
+def test_operations_on_images_of_other_layouts_have_kernels_of_their_own(mesh_1d, monkeypatch):
+    def results():
+        weight = torch.ones(2, 2, 3, 3).to("xla")
+        rows, whole = (torch.ones(2, 2, 16, 5).to("xla") for _ in range(2))
+        spmd.mark_sharding(rows, mesh_1d, (None, None, "x"))
+        return torch.stack([nn.functional.conv2d(x, weight, padding=1) for x in (rows, whole)])
+
+    shared = debugging.stablehlo(results())
+    each_traced(monkeypatch)
+    assert debugging.stablehlo(results()) == shared
+
+
 def test_each_layer_has_its_own_line_and_module(mesh_1d):
     class Layer(nn.Module):
         def forward(self, x):
