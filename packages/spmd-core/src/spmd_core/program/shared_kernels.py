@@ -111,9 +111,11 @@ def _trace(
     results = closed.jaxpr.outvars
     if "inline" not in eqn.params or any(isinstance(x, Literal) for x in (*results, *eqn.invars)):
         return None
+    kept = eqn.params["inline"]  # a bool; from jax 0.12 on a member of `jax.Inline`
+    inlined = True if isinstance(kept, bool) else type(kept).JAX_EARLY
     return _Traced(
         eqn.primitive,
-        {**eqn.params, "inline": True},
+        {**eqn.params, "inline": inlined},
         tuple(position[x] for x in eqn.invars),
         tuple(made[x] for x in results),
     )
