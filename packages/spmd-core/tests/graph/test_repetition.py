@@ -56,6 +56,41 @@ def test_what_is_found_repeats_itself(before, body, times, after):
     assert found.start <= len(before) and found.end >= len(before + body * times)
 
 
+def test_runs_of_several_periods_are_found():
+    items = "xy" + "abcab" * 5 + "z" + "de" * 4 + "f" * 6
+    assert repetition.runs(items, 4) == [
+        Repetition(36, 42, 1),
+        Repetition(28, 36, 2),
+        Repetition(2, 27, 5),
+    ]
+    assert repetition.runs("abcabcabc", 4) == [] == repetition.runs("", 4)
+
+
+def test_a_run_may_begin_and_end_within_a_repetition():
+    (run,) = repetition.runs("xcabcabcabcabcay", 4)
+    assert run == Repetition(1, 15, 3)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.text("ab", max_size=40), st.integers(2, 5))
+def test_runs_are_those_that_a_plain_search_finds(items, least):
+    expected = set()
+    for period in range(1, len(items)):
+        for start in range(len(items)):
+            end = start + period
+            while end < len(items) and items[end] == items[end - period]:
+                end += 1
+            is_longest = (
+                start == 0 or items[start - 1] != items[start + period - 1 : start + period]
+            )
+            is_new = not any(
+                s <= start and end <= e and period % shorter == 0 for s, e, shorter in expected
+            )
+            if end - start >= least * period and is_longest and is_new:
+                expected.add((start, end, period))
+    assert {(r.start, r.end, r.period) for r in repetition.runs(items, least)} == expected
+
+
 def steps(number: int, *, reads_state: bool) -> tuple[list[Value], Value]:
     """Rounds of three operations; the last one updates a state from the round before."""
     state = Value.leaf(SPEC, object(), None, None)

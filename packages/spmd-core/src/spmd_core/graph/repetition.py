@@ -1,9 +1,11 @@
-"""Finds the repeated part of a recorded graph, and where cutting it costs least."""
+"""Finds the repeated parts of a recorded graph, and where cutting it costs least."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import numpy as np
 
 from spmd_core.graph.values import OpResult, Value
 
@@ -60,6 +62,42 @@ def _period(items: Sequence[object]) -> int:
             length += 1
         border[position] = length
     return len(items) - border[-1] if items else 0
+
+
+def runs(items: Sequence[Hashable], least: int) -> list[Repetition]:
+    """All runs of items in which a period is repeated, each with its smallest period.
+
+    Each is as long as it can be; runs may overlap. Every period is tried, in quadratic time with a
+    small factor: 10 ms for 5,000 items.
+
+    Args:
+        items: such as operations, as what makes them equal.
+        least: the least number of repetitions, at least 2.
+
+    Returns:
+        The runs, those of smaller periods first.
+    """
+    numbers: dict[Hashable, int] = {}
+    row = np.array([numbers.setdefault(x, len(numbers)) for x in items], np.int32)
+    found: list[Repetition] = []
+    for period in range(1, len(row) // least + 1):
+        are_same = row[:-period] == row[period:]
+        if np.count_nonzero(are_same) < (least - 1) * period:
+            continue
+        differ = np.flatnonzero(~are_same)
+        ends = np.append(differ, len(row) - period)
+        starts = np.concatenate([[0], differ + 1])
+        for i in np.flatnonzero(ends - starts >= (least - 1) * period):
+            run = Repetition(int(starts[i]), int(ends[i]) + period, period)
+            if not any(_contains(shorter, run) for shorter in found):
+                found.append(run)
+    return found
+
+
+def _contains(shorter: Repetition, run: Repetition) -> bool:
+    """Whether a run is one of a smaller period."""
+    is_inside = shorter.start <= run.start and run.end <= shorter.end
+    return is_inside and run.period % shorter.period == 0
 
 
 def has_steps(nodes: Sequence[Value], found: Repetition, states: Iterable[Value]) -> bool:
