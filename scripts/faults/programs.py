@@ -209,6 +209,36 @@ FAULTS = (
         "if index >= 0 and count != stack.count:",
     ),
     Fault(
+        "spmd_core/program/repeated_runs.py",
+        "an iteration that reads another value than the others is in the loop",
+        "            self._keep([x == value for x in values])\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/program/repeated_runs.py",
+        "rows of a stack that are read in another order count as following each other",
+        "if place is None or place[0] is not first[0] or place[1] != first[1] + i * step:",
+        "if place is None or place[0] is not first[0]:",
+    ),
+    Fault(
+        "spmd_core/program/repeated_loops.py",
+        "a loop that goes over the layers from the last one on reads their rows from the first on",
+        "index = (first + step * (self._run.length - 1), -step)",
+        "index = (first, step)",
+    ),
+    Fault(
+        "spmd_core/program/repeated_loops.py",
+        "each layer of a loop has the numbers and seeds of the first one",
+        "                self._scalars.append(positions)\n",
+        "                self._scalars.append((positions[0],) * len(positions))\n",
+    ),
+    Fault(
+        "spmd_core/program/kept_values.py",
+        "what a loop computes with other random numbers in each layer is computed once",
+        "op.scalars or op.entry.random or op.bodies",
+        "op.bodies",
+    ),
+    Fault(
         "spmd_core/program/passes/recorded_order.py",
         "products wait for what an earlier one has waited for",
         "        self._made = []\n        if not late",

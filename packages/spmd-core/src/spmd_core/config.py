@@ -98,6 +98,15 @@ class Config:
     # a whole gradient. With False each is reduced at once, of which a device keeps its shard: less
     # memory for split parameters, and more to send. Read at each backward.
     reduce_gradients_once: bool = True
+    # Operations that a program repeats at least four times in a row, such as those of a model's
+    # layers, become a loop, and the layers' parameters, gradients and optimizer's state lie in
+    # arrays that have one row for each layer: the program has one layer's operations, and compiles
+    # in about that time. Helps where a deep model compiles for long and `scan_model` cannot be
+    # called. Costs a search in each new program, and a hash of the operations at each cut; the
+    # loop's order of sums may change last bits. Layers that differ stay as they are, and
+    # `debugging.explain_recompile()` says why there is no loop. Read at each cut; makes another
+    # program.
+    fold_layers: bool = False
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.

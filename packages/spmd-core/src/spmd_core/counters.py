@@ -66,6 +66,9 @@ class ProgramRecord:
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
     source: str = ""  # `file:line` of the user's call that needed the program: `sync()` or a read
+    # The loops that `config.fold_layers` has made: iterations and operations of an iteration.
+    loops: tuple[tuple[int, int], ...] = ()
+    unfolded: str = ""  # why it has made none, if it was on
 
 
 @dataclass(frozen=True)

@@ -388,9 +388,11 @@ class Difference:
         if old.options != new.options:
             what = f"config.compiler_options: {dict(old.options)} -> {dict(new.options)}"
             yield Change("options", what, "Set them once, before the first program.")
-        if old.checks_indices != new.checks_indices:
-            what = f"config.check_indices: {old.checks_indices} -> {new.checks_indices}"
-            yield Change("checks_indices", what, "Set it once, before the first program.")
+        for field, setting in (("checks_indices", "check_indices"), ("fold_layers",) * 2):
+            before, after = getattr(old, field), getattr(new, field)
+            if before != after:
+                what = f"config.{setting}: {before} -> {after}"
+                yield Change(field, what, "Set it once, before the first program.")
         if old.bound is not None and new.bound is not None and old.bound != new.bound:
             what = f"the growing size may be up to {new.bound}, not {old.bound}"
             yield Change("bound", what)

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd_core import counters
 from spmd_core.config import config
@@ -29,6 +29,7 @@ class Recompile:
         ingredients: the fields of `compile_cache.Key` in which the two differ.
         changes: the causes, without differences that are their consequences.
         note: a summary, if the changes are a common case.
+        loops: what became of layers that the program repeats; empty if `config.fold_layers` is off.
     """
 
     program: str
@@ -39,11 +40,12 @@ class Recompile:
     ingredients: tuple[str, ...]
     changes: tuple[Change, ...]
     note: str
+    loops: str = ""
 
     def __str__(self) -> str:
         head = f"{self.program} was compiled in {self.seconds:.2f} s for {self.source}"
         if self.nearest is None:
-            return f"{head}. {self.note}"
+            return f"{head}. {self.note} {self.loops}".rstrip()
         lines = [
             f"{head}; the nearest program before it is {self.nearest}, "
             f"for {self.nearest_source}. What changed:"
@@ -54,6 +56,7 @@ class Recompile:
             lines.append(f"  - and {len(self.changes) - _MAX_CHANGES} more")
         advice = dict.fromkeys(change.advice for change in self.changes if change.advice)
         lines += [f"  {text}" for text in (self.note, *([] if self.note else advice)) if text]
+        lines += [f"  {self.loops}"] if self.loops else []
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -106,6 +109,20 @@ def _earlier_programs(earlier: Sequence[Compiled], known: Sequence[Compiled]) ->
 
 def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
     """The report on one compilation."""
+    return replace(_explained(new, before), loops=_loops(new))
+
+
+def _loops(new: Compiled) -> str:
+    """What `config.fold_layers` has made of the program."""
+    if not new.key.fold_layers:
+        return ""
+    found = [f"{length} x {num_ops}" for length, num_ops in new.record.loops]
+    if not found:
+        return f"spmd.config.fold_layers made no loop: {new.record.unfolded}"
+    return f"spmd.config.fold_layers made loops of {', '.join(found)} operations."
+
+
+def _explained(new: Compiled, before: Sequence[Compiled]) -> Recompile:
     r = new.record
     seconds = r.trace_s + r.compile_s
     old = min(reversed(before), key=lambda other: _distance(new.key, other.key), default=None)

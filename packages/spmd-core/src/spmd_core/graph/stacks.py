@@ -131,7 +131,7 @@ class StackStorage(Storage):
 
 def any_made() -> bool:
     """Whether this process has ever stacked tensors: if not, there are no stacks to look for."""
-    return stack_entry.cache_info().currsize > 0
+    return any(made.cache_info().currsize for made in (stack_entry, unstack_entry))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 
 from spmd_core.ops.registry import Context, lowering
 
-# The operation that copies back, as recorded entries name it.
-FROM_HOST = "spmd::from_host_memory"
+# The operations, as recorded entries name them.
+TO_HOST, FROM_HOST = "spmd::to_host_memory", "spmd::from_host_memory"
 
 _library = torch.library.Library("spmd", "FRAGMENT")
 for _name in ("to_host_memory", "from_host_memory"):

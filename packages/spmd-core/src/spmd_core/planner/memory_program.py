@@ -67,6 +67,7 @@ def compile_buffers(lowered: Lowered, topology: Topology, *, machine_code: bool)
             lowered.stage, folder, topology, ids, options, machine_code=machine_code
         )
     record.trace_s, record.compile_s = lowered.trace_s, time.perf_counter() - start
+    record.loops, record.unfolded = lowered.loops, lowered.unfolded
     everywhere = Placement.of(replicated(lowered.graph.device_ids), None)
     placements = tuple(placement or everywhere for placement in lowered.out_placements)
     return Program(lowered, _Text(folder), placements, record, str(folder))

@@ -51,6 +51,7 @@ def compile_lowered(lowered: Lowered) -> Program:
     compile_s = time.perf_counter() - start
     record = new_record(lowered.graph, lowered.name)
     record.trace_s, record.compile_s = lowered.trace_s, compile_s
+    record.loops, record.unfolded = lowered.loops, lowered.unfolded
     _analyse(compiled, record)
     growth, placements = lowered.graph.growth, lowered.out_placements
     rooms = (None,) * len(placements) if growth is None else growth.rooms

@@ -37,6 +37,7 @@ class Key(NamedTuple):
             `config.record_source_lines` was off.
         options: `config.compiler_options`, sorted by name.
         checks_indices: `config.check_indices`.
+        fold_layers: `config.fold_layers`.
         bound: for a program for growing sizes, the greatest size; the other fields are then those
             of one size. None for any other program.
         slopes: for such a program, how the integers of the other fields depend on the size.
@@ -50,6 +51,7 @@ class Key(NamedTuple):
     origins: tuple[Origin | None, ...] = ()
     options: tuple[tuple[str, CompilerOption], ...] = ()
     checks_indices: bool = False
+    fold_layers: bool = False
     bound: int | None = None
     slopes: bytes = b""
 

@@ -101,6 +101,8 @@ def lines(key: Key) -> list[str]:
         for number, spec, place in key.outputs
     ]
     found.append(f"devices {key.device_ids} {key.options} {key.checks_indices}")
+    if key.fold_layers:
+        found.append("with repeated layers as loops")
     found.append(f"growing size {key.bound} {key.slopes.hex()}")
     return found
 

@@ -24,6 +24,7 @@ from spmd_core.program.index_flag import Flag
 from spmd_core.program.ir import Graph, Input, Op, Position, Ref
 from spmd_core.program.operation_names import named
 from spmd_core.program.program_graph import padded_shape
+from spmd_core.program.repeated_entries import RepeatedEntry
 from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.shared_kernels import SharedKernels
 from spmd_core.program.splits import Splits
@@ -150,14 +151,18 @@ class Fold:
         assert isinstance(entry, ControlEntry)
         has_checks = any(_has_checks(body) for body in op.bodies)
         bodies: list[Body] = []
-        first = 0
-        for body, subgraph in zip(op.bodies, entry.subgraphs):
-            end = first + len(subgraph.number_kinds)
-            bodies.append(partial(self._run, body, numbers[first:end], has_checks))
-            first = end
         inputs = [
             self.replicate_dims(x, [0]) if i in entry.stacked else x for i, x in enumerate(inputs)
         ]
+        if isinstance(entry, RepeatedEntry):
+            bodies.append(partial(self._iteration, op.bodies[0], entry.number_kinds, has_checks))
+            inputs += [number.value for number in numbers]
+        else:
+            first = 0
+            for body, subgraph in zip(op.bodies, entry.subgraphs):
+                end = first + len(subgraph.number_kinds)
+                bodies.append(partial(self._run, body, numbers[first:end], has_checks))
+                first = end
         none = self.flag.first([]) if has_checks else None
         results, found = entry.control(bodies, inputs, none)
         results = [
@@ -177,6 +182,18 @@ class Fold:
         found = self._compute(body, values, numbers)
         outputs = [values[x] for x in body.outputs]
         return outputs, self.flag.first(found) if has_checks else None
+
+    def _iteration(
+        self,
+        body: Graph,
+        kinds: Sequence[type],
+        has_checks: bool,
+        arrays: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """As `_run`, of an iteration that gets its own scalar inputs behind its operands."""
+        count = len(arrays) - len(kinds)
+        numbers = [registry.Number(x, kind) for x, kind in zip(arrays[count:], kinds)]
+        return self._run(body, numbers, has_checks, arrays[:count])
 
     def _results(
         self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]

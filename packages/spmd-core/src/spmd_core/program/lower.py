@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ from jax.extend.core import ClosedJaxpr
 
 from spmd_core import counters, dtypes
 from spmd_core.graph.placement import Placement
-from spmd_core.program import ir, pipeline
+from spmd_core.program import ir, pipeline, repeated_entries
 from spmd_core.program.fold import Fold, Scalars
 from spmd_core.program.index_flag import Check
+from spmd_core.program.passes.folded_layers import why_unfolded
 from spmd_core.program.program_graph import Growth, RecordedGraph, stored_shape
 from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.target import Target
@@ -37,6 +38,7 @@ class Lowered:
             `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
             the user's line.
         trace_s: the seconds that lowering took.
+        loops, unfolded: as in `ProgramRecord`.
     """
 
     graph: RecordedGraph
@@ -46,6 +48,8 @@ class Lowered:
     out_placements: tuple[Placement | None, ...]
     stage: jax.stages.Lowered
     trace_s: float
+    loops: tuple[tuple[int, int], ...]
+    unfolded: str
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -75,21 +79,24 @@ def lower(
         jax.enable_x64(True),
         counters.timed(counters.Activity.TRACING),
     ):
-        fold = Fold(pipeline.run(graph, target, name), target)
+        rewritten = pipeline.run(graph, target, name)
+        fold = Fold(rewritten, target)
         stage = _trace(fold, graph, target, name).lower(lowering_platforms=platforms)
     trace_s = time.perf_counter() - start
     checks, placements = fold.flag.checks, graph.out_placements
-    return Lowered(graph.recorded, target, name, checks, placements, stage, trace_s)
+    loops = repeated_entries.loops(rewritten.all_ops())
+    why = "" if loops else why_unfolded(graph)
+    return Lowered(graph.recorded, target, name, checks, placements, stage, trace_s, loops, why)
 
 
 def jaxpr(recorded: RecordedGraph, name: str) -> ClosedJaxpr:
-    """A graph's function as a jaxpr, without the rules for the partitioner.
+    """A graph's function as a jaxpr, without the rules for the partitioner, and without loops.
 
     Args:
         recorded: the graph before passes.
         name: the program's name.
     """
-    graph = ir.Graph.of(recorded)
+    graph = ir.Graph.of(replace(recorded, fold_layers=False))
     target = Target.of(graph)
     with jax.enable_x64(True):
         fold = Fold(pipeline.run(graph, target, name), target, is_for_partitioner=False)

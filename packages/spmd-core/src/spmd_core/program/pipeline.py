@@ -11,6 +11,7 @@ from spmd_core.program.passes.class_orders import class_orders
 from spmd_core.program.passes.column_gathers import column_gathers
 from spmd_core.program.passes.costly_values import costly_values
 from spmd_core.program.passes.exact_values import exact_values
+from spmd_core.program.passes.folded_layers import folded_layers
 from spmd_core.program.passes.fused_projections import fused_projections
 from spmd_core.program.passes.image_layouts import image_layouts
 from spmd_core.program.passes.index_checks import index_checks
@@ -27,6 +28,8 @@ from spmd_core.program.target import Target
 # A pass returns the graph that it got if there is nothing to change.
 Pass = Callable[[Graph, Target], Graph]
 PASSES: tuple[Pass, ...] = (
+    # Loops in place of what is repeated.
+    folded_layers,
     # Alike operations on the rows of stacks, which are one from here on.
     stacked_operations,
     # Hints: what a lowering needs to know of layouts, which are propagated through the graph.

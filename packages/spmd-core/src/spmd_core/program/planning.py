@@ -14,15 +14,19 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache, initial_state, stacked_state
+from spmd_core.program import compile_cache, initial_state, layer_stacks, stacked_state
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
+from spmd_core.program.stacked_groups import Iterations
 from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
 _by_serial = operator.attrgetter("serial")
+# How often a program is planned again: what is updated along with rows is only found once they are
+# rows. A plan without all of them is right as well, and runs slower.
+_MOST_SEARCHES = 4
 
 
 @dataclass
@@ -35,7 +39,10 @@ class CutPlan:
         key: the program's key.
         live: the storages that receive the results, in the order of the results. Among them are
             those of other threads whose values these results depend on.
-        nodes: the recorded operations, in the order of recording.
+        nodes: the recorded operations, in the order of recording, between those that take stacks
+            apart and those that make them.
+        recorded: these alone.
+        iterations: the values that loops will compute (`config.fold_layers`), as far as known.
         node_inputs: for each node, the value numbers of its inputs (see `program_graph.Node`).
         leaves: the program's inputs.
         targets: the placement that each leaf must have on the program's devices.
@@ -48,6 +55,8 @@ class CutPlan:
     key: compile_cache.Key
     live: list[Storage]
     nodes: list[Value]
+    recorded: list[Value]
+    iterations: Iterations
     node_inputs: list[list[int]]
     leaves: list[Value]
     targets: tuple[Placement, ...]
@@ -79,6 +88,7 @@ class CutPlan:
             key.device_ids,
             key.options,
             key.checks_indices,
+            key.fold_layers,
         )
 
     @property
@@ -121,11 +131,45 @@ def plan(
             returned=returned,
         )
 
-    first = planned()
-    if not first.stacked.rows or compile_cache.has(first.key):
-        return first
-    groups = stacked_state.more_groups(first.live, first.nodes, first.stacked)
-    return planned(groups) if groups else first
+    made = planned()
+    groups: list[Sequence[Value]] = []
+    searches = _MOST_SEARCHES if config.fold_layers else min(len(made.stacked.rows), 1)
+    for _ in range(searches):
+        if compile_cache.has(made.key):
+            break
+        more = _more_groups(made, groups)
+        if not more and _iterations(made.recorded) == made.iterations:
+            break
+        groups += more
+        made = planned(groups)
+    return made
+
+
+def _iterations(recorded: Sequence[Value]) -> Iterations:
+    """The values that loops will compute, as far as known; none if `config.fold_layers` is off."""
+    return layer_stacks.iterations(recorded) if config.fold_layers else {}
+
+
+def _more_groups(made: CutPlan, groups: Sequence[Sequence[Value]]) -> list[Sequence[Value]]:
+    """Further leaves of a new program that may become the rows of stacks.
+
+    Args:
+        made: the program's plan.
+        groups: those with which it was planned.
+    """
+    found: list[Sequence[Value]] = []
+    if made.stacked.rows:
+        found += stacked_state.more_groups(made.live, made.nodes, made.stacked, made.iterations)
+    if config.fold_layers:
+        found += layer_stacks.groups(
+            made.key,
+            made.graph,
+            made.leaves,
+            made.nodes,
+            made.recorded,
+            stacked_state.can_be_stacked,
+        )
+    return [group for group in found if group not in groups]
 
 
 def _plan(
@@ -152,9 +196,9 @@ def _plan(
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
-    stacked = stacked_state.find(
-        live, nodes, leaves, state, groups, stacks_new_results=not is_captured
-    )
+    recorded = nodes
+    iterations = _iterations(recorded)
+    stacked = stacked_state.find(live, nodes, leaves, state, groups, iterations, not is_captured)
     rows: dict[Value, int] = {}
     if stacked.rows or stacked.results:
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
@@ -198,8 +242,10 @@ def _plan(
         _origins(nodes) if source_lines.is_used() and not is_captured else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
+        config.fold_layers,
     )
-    return CutPlan(key, live, nodes, node_inputs, leaves, targets, numbers, state, stacked, label)
+    inputs = (node_inputs, leaves, targets, numbers, state, stacked)
+    return CutPlan(key, live, nodes, recorded, iterations, *inputs, label)
 
 
 def _numbered(

@@ -113,6 +113,7 @@ class RecordedGraph:
         device_ids: the program's devices.
         options: the compiler options, by name.
         checks_indices: whether the program checks indices, and returns the result as its token.
+        fold_layers: whether runs of operations that are repeated become loops.
         growth: for a program for growing sizes, its evaluation; the specs of the graph are then
             those of one size.
     """
@@ -124,6 +125,7 @@ class RecordedGraph:
     device_ids: tuple[int, ...]
     options: tuple[tuple[str, CompilerOption], ...] = ()
     checks_indices: bool = False
+    fold_layers: bool = False
     growth: "Growth | None" = None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Stack, UnstackEntry
 from spmd_core.graph.values import OpResult, Spec, Value
 
@@ -17,6 +18,9 @@ _MOST_STEPS = 16
 
 # For each leaf that is a row, its stack and its index.
 Rows = Mapping[Value, tuple[Stack, int]]
+# Values that a loop will compute, one in each iteration: for an operation and the position of its
+# result, what has the iterations in common, which of them it is, and how many there are.
+Iterations = Mapping[tuple[Value, int], tuple[Hashable, int, int]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Group:
 
     Attributes:
         leaves: in the order of the rows.
-        along: the stack, or the operation whose results are its rows.
+        along: the stack, the operation whose results are its rows, or a loop's values.
     """
 
     leaves: Sequence[Value]
@@ -50,12 +54,16 @@ class Group:
 
 
 def groups_along(
-    rows: Rows, nodes: Sequence[Value], candidates: Iterable[Candidate]
+    rows: Rows,
+    iterations: Iterations,
+    nodes: Sequence[Value],
+    candidates: Iterable[Candidate],
 ) -> list[Group]:
     """The candidates that make up whole stacks.
 
     Args:
         rows: the rows that are known.
+        iterations: the values that will be rows of what a loop computes.
         nodes: the operations of the cut.
         candidates: the tensors that may lie along these rows.
     """
@@ -66,7 +74,7 @@ def groups_along(
     found: dict[Hashable, dict[int, Value]] = {}
     counts: dict[Hashable, tuple[Any, int]] = {}
     for candidate in candidates:
-        place = _along(candidate, readers, rows)
+        place = _along(candidate, readers, rows, iterations)
         if place is None:
             continue
         repeated = 0
@@ -88,7 +96,7 @@ class _Place:
     """Along which row a tensor lies.
 
     Attributes:
-        along: the stack, or the operation whose results are its rows.
+        along: the stack, the operation whose results are its rows, or a loop's values.
         index: of the row.
         count: the number of rows.
         use: how the tensor is used along with it.
@@ -101,7 +109,10 @@ class _Place:
 
 
 def _along(
-    candidate: Candidate, readers: Mapping[Value, Sequence[Value]], rows: Rows
+    candidate: Candidate,
+    readers: Mapping[Value, Sequence[Value]],
+    rows: Rows,
+    iterations: Iterations,
 ) -> _Place | None:
     """The row along with which a tensor is updated, or from which it is copied, if there is one."""
     if candidate.source is not None:
@@ -116,7 +127,7 @@ def _along(
             position, partners = _partners(node, value)
             uses.append((node.entry.name, position))
             for other in partners:
-                place = _place(other, rows)
+                place = _place(other, rows, iterations)
                 if place is not None:
                     return _Place(place.along, place.index, place.count, tuple(uses))
             if node.entry.replaces and update is None:
@@ -141,7 +152,7 @@ def _partners(node: Value, operand: Value) -> tuple[int, Sequence[Value]]:
     return place, node.inputs[index : lengths[0] * len(lengths) : lengths[0]]
 
 
-def _place(value: Value, rows: Rows) -> _Place | None:
+def _place(value: Value, rows: Rows, iterations: Iterations) -> _Place | None:
     """The row that a value is computed from."""
     waiting, seen = [value], 0
     while waiting and seen < _MOST_STEPS:
@@ -150,6 +161,8 @@ def _place(value: Value, rows: Rows) -> _Place | None:
         if value in rows:
             stack, index = rows[value]
             return _Place(stack, index, len(stack.owners))
+        if (found := iterations.get(result_of(value))) is not None:
+            return _Place(*found)
         if isinstance(value, OpResult) and value.parent is not None:
             if isinstance(value.parent.entry, UnstackEntry):
                 return _Place(value.parent, value.index, len(value.parent.entry.outs))

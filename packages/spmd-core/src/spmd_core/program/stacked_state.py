@@ -7,13 +7,15 @@ new values for all rows of a stack returns them as one stack, which takes over t
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import (
     Row,
     Stack,
@@ -32,7 +34,7 @@ from spmd_core.graph.values import OpResult, Spec, Value
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import convert, marked_placement, move, row_placement, stack_placement
 from spmd_core.program.program_graph import stored_shape
-from spmd_core.program.stacked_groups import Candidate, groups_along
+from spmd_core.program.stacked_groups import Candidate, Iterations, groups_along
 from spmd_core.runtime import buffers
 
 
@@ -93,7 +95,7 @@ def find(
     leaves: Sequence[Value],
     state: State,
     groups: Sequence[Sequence[Value]] = (),
-    *,
+    iterations: Iterations = MappingProxyType({}),
     stacks_new_results: bool = True,
 ) -> StackedState:
     """Finds the stacks of a cut. Changes nothing but the leaves of `state`, which may become rows.
@@ -105,9 +107,10 @@ def find(
         state: what begins in the cut.
         groups: leaves that may become the rows of stacks, besides those for which a stack operation
             asks.
+        iterations: values that a loop will compute, of which the gradients may be stacks.
         stacks_new_results: whether results that replace nothing may be stacks.
     """
-    if not any_made():
+    if not groups and not iterations and not any_made():
         return StackedState()
     rows: dict[Value, tuple[Stack, int]] = {}
     for leaf in leaves:
@@ -116,12 +119,12 @@ def find(
     new: dict[Stack, Sequence[Value]] = {}
     asked = (node.inputs for node in nodes if node.entry.__class__ is StackEntry)
     for group in (*asked, *groups):
-        if _can_be_stacked(group, new):
+        if can_be_stacked(group, new):
             stack = _stack(group, None)
             new[stack] = group
             rows |= {leaf: (stack, i) for i, leaf in enumerate(group)}
     if rows and state.inputs:
-        rows |= _begun(nodes, state, rows)
+        rows |= _begun(nodes, state, rows, iterations)
     before = {s: s.committed or state.first.get(s) for s in live}
     results: dict[StackStorage, Stack | None] = {}
     for stack in dict.fromkeys(stack for stack, _ in rows.values()):
@@ -129,12 +132,16 @@ def find(
         if result is not None:
             results[result] = stack
     if stacks_new_results:
-        results |= dict.fromkeys(_unstacked_results(s for s in live if before[s] is None))
+        born = [s for s in live if before[s] is None]
+        results |= dict.fromkeys(_unstacked_results(born, iterations))
     return StackedState(rows, new, results)
 
 
 def more_groups(
-    live: Sequence[Storage], nodes: Sequence[Value], stacked: StackedState
+    live: Sequence[Storage],
+    nodes: Sequence[Value],
+    stacked: StackedState,
+    iterations: Iterations = MappingProxyType({}),
 ) -> list[Sequence[Value]]:
     """Leaves that are updated along with rows, as those of a loaded optimizer: they may be stacked.
 
@@ -144,19 +151,23 @@ def more_groups(
         live: the storages that the cut computes.
         nodes: the operations that they need.
         stacked: what `find` found.
+        iterations: values that a loop will compute.
     """
     candidates = []
     for storage in live:
         leaf = storage.committed
-        if leaf is not None and leaf.data is not None and leaf.data.__class__ is not Row:
+        if leaf is not None and leaf.data is not None and leaf not in stacked.rows:
             form = (leaf.spec.logical, leaf.placement, storage.sharding)
             candidates.append(Candidate(leaf, leaf, form))
-    found = groups_along(stacked.rows, nodes, candidates)
-    return [group.leaves for group in found if _can_be_stacked(group.leaves, {})]
+    found = groups_along(stacked.rows, iterations, nodes, candidates)
+    return [group.leaves for group in found if can_be_stacked(group.leaves)]
 
 
 def _begun(
-    nodes: Sequence[Value], state: State, rows: Mapping[Value, tuple[Stack, int]]
+    nodes: Sequence[Value],
+    state: State,
+    rows: Mapping[Value, tuple[Stack, int]],
+    iterations: Iterations,
 ) -> dict[Value, tuple[Stack, int]]:
     """Stacks the leaves of state that begins along with the rows of stacks.
 
@@ -170,7 +181,7 @@ def _begun(
         form = (number, beginning.dtypes, leaf.spec.logical, leaf.placement)
         candidates[leaf] = Candidate(value, leaf, form, beginning.source)
     found: dict[Value, tuple[Stack, int]] = {}
-    for group in groups_along(rows, nodes, candidates.values()):
+    for group in groups_along(rows, iterations, nodes, candidates.values()):
         beginning = group.leaves[0].data
         if beginning.source is not None:
             beginning = replace(beginning, source=group.along.value)
@@ -181,27 +192,34 @@ def _begun(
     return found
 
 
-def _unstacked_results(born: Iterable[Storage]) -> list[StackStorage]:
+def _unstacked_results(born: Iterable[Storage], iterations: Iterations) -> list[StackStorage]:
     """What receives results that are all rows of a stack that the cut computes, such as gradients.
 
     Args:
         born: storages without an earlier value.
+        iterations: values that a loop will compute.
     """
-    rows: dict[Value, dict[int, Storage]] = {}
+    rows: dict[tuple[Hashable, int], dict[int, Storage]] = {}
     for storage in born:
         value = storage.value
-        if value.parent is None and value.entry is not None and value.entry.sharding is not None:
-            value = value.inputs[0]  # a gradient's mark
+        place = iterations.get(result_of(value))
+        if place is None:
+            if value.parent is None and value.entry is not None and value.entry.sharding:
+                value = value.inputs[0]  # a gradient's mark
+            place = iterations.get(result_of(value))
         node = value.parent
-        if (
+        if place is not None:
+            key, index, count = place
+            rows.setdefault((key, count), {})[index] = storage
+        elif (
             isinstance(value, OpResult)
             and node is not None
             and isinstance(node.entry, UnstackEntry)
         ):
-            rows.setdefault(node, {})[value.index] = storage
+            rows.setdefault((node, len(node.entry.outs)), {})[value.index] = storage
     found = []
-    for node, by_index in rows.items():
-        if len(by_index) == len(node.entry.outs):
+    for (_, count), by_index in rows.items():
+        if len(by_index) == count:
             storages = [by_index[i] for i in range(len(by_index))]
             result = _stacked_result(storages, storages[0].spec.logical)
             if result is not None:
@@ -209,7 +227,9 @@ def _unstacked_results(born: Iterable[Storage]) -> list[StackStorage]:
     return found
 
 
-def _can_be_stacked(leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]]) -> bool:
+def can_be_stacked(
+    leaves: Sequence[Value], new: Mapping[Stack, Sequence[Value]] = MappingProxyType({})
+) -> bool:
     """Whether the data of these values may become rows of a new stack.
 
     Not if they are rows of another one, unless that lost a row: two programs that stack the same

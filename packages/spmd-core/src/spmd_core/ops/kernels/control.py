@@ -94,6 +94,58 @@ def counted(
     return jax.tree.unflatten(tree, leaves), stacks
 
 
+def repeat(
+    num_carry: int,
+    rows: Sequence[tuple[int, int]],
+    num_vectors: int,
+    length: int,
+    *,
+    reverse: bool,
+) -> _Control:
+    """Scans a function (carry, a row of each stack, others, elements) -> (carry, what is stacked).
+
+    Args:
+        num_carry: the number of carried arrays.
+        rows: for each stack, (a, b): with row i of the results, the function gets row a + b * i.
+        num_vectors: the number of vectors, of which it gets element i.
+        length: the number of iterations.
+        reverse: whether the last row is made first.
+    """
+
+    def control(
+        bodies: Sequence[_Body], inputs: Sequence[jax.Array], found: _Found
+    ) -> tuple[list[jax.Array], _Found]:
+        (body,) = bodies
+        first, end = num_carry + len(rows), len(inputs) - num_vectors
+        stacks, others, vectors = inputs[num_carry:first], inputs[first:end], inputs[end:]
+        scanned = [row == (0, 1) and stack.shape[0] == length for stack, row in zip(stacks, rows)]
+
+        def step(state: tuple[list[jax.Array], _Found], each: list[jax.Array]) -> Any:
+            carry, before = state
+            i, elements, given = each[0], each[1 : 1 + num_vectors], iter(each[1 + num_vectors :])
+            taken = [
+                next(given)
+                if is_scanned
+                else lax.dynamic_index_in_dim(
+                    stack, a + b * i, keepdims=False, allow_negative_indices=False
+                )
+                for stack, (a, b), is_scanned in zip(stacks, rows, scanned)
+            ]
+            results, now = body([*carry, *taken, *others, *elements])
+            return (results[:num_carry], _first(before, now)), results[num_carry:]
+
+        xs = [
+            lax.iota(np.int32, length),
+            *vectors,
+            *(stack for stack, is_scanned in zip(stacks, scanned) if is_scanned),
+        ]
+        state = (list(inputs[:num_carry]), found)
+        (carry, found), made = counted(step, state, xs, length=length, reverse=reverse)
+        return [*carry, *made], found
+
+    return control
+
+
 def while_loop(num_carry: int, num_read: int) -> _Control:
     """Runs the second function (carry, others) -> carry while the first one, of both, is true.
 

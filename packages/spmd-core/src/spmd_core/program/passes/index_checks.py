@@ -1,7 +1,7 @@
 """Inserts checks of the indices at which operations read and write (`config.check_indices`)."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from spmd_core.program.index_flag import Check, Flag
 from spmd_core.program.index_layouts import IndexLayouts
 from spmd_core.program.index_ranges import needed
 from spmd_core.program.ir import Graph, InsertedEntry, Op, Ref, Rewriter
+from spmd_core.program.repeated_entries import RepeatedEntry
 from spmd_core.program.target import Replicated, Target
 
 
 def index_checks(graph: Graph, target: Target) -> Graph:
     """The graph with a check of all indices that may be out of range, also in bodies."""
-    checks = [*_needed(graph, None)] if graph.recorded.checks_indices else []
+    checks = [*_needed(graph)] if graph.recorded.checks_indices else []
     if not checks:
         return graph
     layouts = IndexLayouts(target)
@@ -33,15 +34,32 @@ def index_checks(graph: Graph, target: Target) -> Graph:
     return replace(_checked(graph, flag, numbers, indices), flag=flag)
 
 
-def _needed(graph: Graph, around: Op | None) -> Iterator[tuple[Check, Op, Ref]]:
-    """As `needed`, with those of bodies, whose checks are about the operation that runs them."""
+def _needed(
+    graph: Graph, positions: Sequence[int] | None = None, around: int | None = None
+) -> Iterator[tuple[Check, Op, Ref]]:
+    """As `needed`, with those of bodies, whose checks are about the operation that runs them.
+
+    A loop that a pass has made of recorded operations has checks that are about these.
+
+    Args:
+        graph: of the program, or of a body.
+        positions: of a body that stands for recorded operations, their positions.
+        around: the position of the recorded operation that runs the body; None for others.
+    """
+
+    def position(op: Op) -> int:
+        own = op.source.position
+        return own if positions is None else positions[own]
+
     for check, op, value in needed(graph):
-        if around is not None:
-            check = Check(around.source.position, check.accepted, op.entry.name)
-        yield check, op, value
+        found = (position(op), "") if around is None else (around, op.entry.name)
+        yield Check(found[0], check.accepted, found[1]), op, value
     for op in graph.ops:
         for body in op.bodies:
-            yield from _needed(body, around or op)
+            if around is None and isinstance(op.entry, RepeatedEntry):
+                yield from _needed(body, op.entry.positions)
+            else:
+                yield from _needed(body, None, position(op) if around is None else around)
 
 
 def _checked(graph: Graph, flag: Flag, numbers: dict[Op, list[int]], indices: list[Ref]) -> Graph:
