@@ -58,6 +58,24 @@ def test_few_rows_are_gathered_and_not_their_weight(eight):
     assert [(c.kind, c.result_bytes) for c in moved] == [("all-gather", 4 * 256 * 4)]
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_sequences_are_gathered_again_and_their_gradient_is_reduced(eight, reshards):
+    mesh = spmd.Mesh(range(8), (8,), ("tensor",))
+    layer = nn.Linear(8, 16, bias=False).to("xla")
+    spmd.dtensor.parallelize_module(
+        layer,
+        mesh,
+        ColwiseParallel(input_layouts=Shard(1)),
+        axis="tensor",
+        reshard_after_forward=reshards,
+    )
+    x = spmd.mark_sharding(torch.randn(2, 16, 8).to("xla"), mesh, (None, "tensor"))
+    x.requires_grad_()
+    layer(x).square().sum().backward()
+    moved = sorted(c.kind for c in spmd.debugging.collectives(x.grad, layer.weight.grad))
+    assert moved == ["all-gather"] * (1 + reshards) + ["reduce-scatter"]
+
+
 def test_a_column_layer_of_an_embedding_and_an_input_by_name(mesh):
     torch.manual_seed(0)
     right = nn.ModuleDict({"table": nn.Embedding(10, 12), "layer": nn.Linear(12, 8)})

@@ -48,6 +48,20 @@ def test_a_fused_step_at_each_count(amsgrad):
             torch.testing.assert_close(got, expected)
 
 
+def test_bias_corrections_of_a_later_step():
+    states = []
+    for device in ("cpu", "xla"):
+        given = [torch.tensor([x]).to(device) for x in (1.0, 0.5, 0.25, 0.125, 7.0)]
+        lists = [*([t] for t in given[:4]), [], [given[4]]]
+        torch._fused_adam_(
+            *lists, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+        states.append([t.cpu() for t in given])
+    for expected, got in zip(*states):
+        torch.testing.assert_close(got, expected)
+
+
 def train(make, device, *, scaled=False):
     """Five steps under a schedule.
 
