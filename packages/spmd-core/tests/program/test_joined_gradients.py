@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from recorded_graphs import graph_of, rewritten
-from tiers import crossed, exhaustive
+from tiers import crossed
 from torch import nn
 from torch.nn import functional as F
 
@@ -117,10 +117,15 @@ def test_each_gradient_is_reduced_once(name, spec, num_devices):
 
 
 @pytest.mark.parametrize(
-    "spec", [("x", None), ("x", "y"), ("y", "x"), (None, "y"), (("y", "x"), None), ()]
+    ("spec", "batch", "name"),
+    crossed(
+        [("x", None), ("x", "y"), ("y", "x"), (None, "y"), (("y", "x"), None), ()],
+        ["x", ("x", "y"), "y"],
+        ["transposed", "positions", "uneven"],
+        rounds=2,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("batch", ["x", ("x", "y"), exhaustive("y")])
-@pytest.mark.parametrize("name", ["transposed", "positions", exhaustive("uneven")])
 def test_two_axes(name, batch, spec, num_devices):
     if num_devices < 4:
         pytest.skip("needs two axes")

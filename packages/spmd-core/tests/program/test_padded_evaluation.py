@@ -14,7 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from tiers import examples
+from tiers import by_tier
 
 from spmd_core.program.affine_sizes import Affine, Fit, Form, GrowthRefusedError
 from spmd_core.program.padded_arrays import Capacity
@@ -270,7 +270,7 @@ CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
 def test_the_elements_are_those_without_padding(name):
     function, shapes = CASES[name]
     case = Padded(function, shapes)
-    for number in (SECOND, 17, BOUND):
+    for number in by_tier((17, BOUND), in_all=(SECOND, 17, BOUND)):
         case.check(number)
 
 
@@ -314,7 +314,7 @@ def test_forms_of_three_sizes_tell_whether_the_first_two_predict_the_third():
     assert not a.agrees(b)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(deadline=None, max_examples=by_tier(40, in_all=100))
 @given(st.data())
 def test_random_chains(data):
     """Chains of the steps below, each on what the one before returned."""

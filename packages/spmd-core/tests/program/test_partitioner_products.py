@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshes import two_axes
-from tiers import exhaustive
+from tiers import crossed, exhaustive
 
 import spmd_core as spmd
 from spmd_core.program.safe_forms import in_safe_forms
@@ -80,9 +80,16 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 4), exhaustive((4, 2)), (8, 1)])
-@pytest.mark.parametrize("split", ["bias", "batch", "outputs", "kernel"])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(
+    ("name", "split", "mesh_shape"),
+    crossed(
+        [*CONVOLUTIONS],
+        ["bias", "batch", "outputs", "kernel"],
+        [(2, 4), (8, 1), (4, 2)],
+        rounds=4,
+    ),
+    ids=str,
+)
 def test_convolutions_in_groups(name, split, mesh_shape):
     function, x_shape, weight_shape, options = CONVOLUTIONS[name]
     num_out = (

@@ -309,9 +309,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("n", "dropout_p"),
-    [(16, 0.0), (16, 0.25), (600, 0.0), exhaustive(600, 0.25)],
+    [(16, 0.0), (16, 0.25), (150, 0.0), exhaustive(150, 0.25)],
 )
-def test_every_layout_gives_the_same(mesh_2d, num_devices, n, dropout_p):
+def test_every_layout_gives_the_same(mesh_2d, num_devices, n, dropout_p, monkeypatch):
+    monkeypatch.setattr(flash, "MAX_BLOCK", 128)  # 150 are several blocks
     torch.manual_seed(1)
     shapes = ((8, 4, n, 8), (8, 2, n, 8), (8, 2, n, 8))
     inputs = [torch.randn(s) for s in shapes]

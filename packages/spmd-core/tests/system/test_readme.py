@@ -49,7 +49,7 @@ def test_the_samples_for_several_processes_run_in_one(monkeypatch):
     assert scope["mesh"].shape() == {"data": 2, "fsdp": 4} and scope["step"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as it runs in this process, and other samples as programs
 def test_the_first_sample_runs_as_a_program():
     (code,) = next(samples()).values
     paths = [str(ROOT / "packages" / name / "src") for name in ("spmd-core", "spmd-data")]
