@@ -196,6 +196,22 @@ def test_iterations_of_which_too_few_are_alike_stay_apart():
     assert loops(folded(x)) == [(12, ["add.Tensor", "tanh"])]
 
 
+def test_an_iteration_that_reads_another_value_is_in_no_loop():
+    x, value, other = batch(), batch(), batch()
+    for i in range(12):
+        x = torch.tanh(x + (other if i == 9 else value))
+    assert loops(folded(x)) == [(9, ["add.Tensor", "tanh"])]
+
+
+def test_rows_that_are_read_in_another_order_are_in_no_loop():
+    values, x = [batch() for _ in range(12)], batch()
+    for value in values:
+        x = torch.tanh(x + value)
+    for i in (0, 1, 2, 3, 5, 4):
+        x = torch.sin(x * values[i])
+    assert loops(folded(x)) == [(12, ["add.Tensor", "tanh"])]
+
+
 def test_values_of_all_layers_that_are_returned_are_rows():
     x = batch()
     states = []
