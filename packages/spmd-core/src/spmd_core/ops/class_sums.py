@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.kernels import index_rules
+from spmd_core.ops.kernels import index_rules, loops
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, as_array, flop_formula, lowering
 
@@ -142,7 +142,7 @@ def _class_sums(
     if rows.count == 0:
         empty = jnp.zeros(target.shape, ctx.dtype)
         return empty, empty
-    _, (picked, lse) = lax.scan(step, None, (rows.split(x), rows.split(target)))
+    _, (picked, lse) = loops.scan(step, None, (rows.split(x), rows.split(target)))
     return rows.joined(picked), rows.joined(lse)
 
 
@@ -189,7 +189,7 @@ def _class_sums_backward(
     x_lse = rows.split(lse, padding=np.inf)  # so that padding adds nothing
     grads = map(rows.split, (grad_picked, grad_lse))
     chunked = (rows.split(x), rows.split(target), x_lse, *grads)
-    (of_weight, of_bias), of_x = lax.scan(step, start, chunked)
+    (of_weight, of_bias), of_x = loops.scan(step, start, chunked)
     return (
         rows.joined(of_x).astype(x.dtype) if wanted[0] else None,
         of_weight.sum(0).astype(weight.dtype) if of_weight is not None else None,

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
 
+from spmd_core.ops.kernels import loops
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
@@ -125,7 +125,7 @@ def _alphas(p: _Problem) -> jax.Array:
     first = jnp.where(
         (state == 0) | ((state == 1) & (p.target_lengths[:, None] > 0)), p.emitted[0], impossible
     )
-    _, rest = lax.scan(step, first, p.emitted[1:])
+    _, rest = loops.scan(step, first, p.emitted[1:])
     return jnp.concatenate([first[None], rest])
 
 
@@ -149,7 +149,9 @@ def _betas(p: _Problem) -> jax.Array:
         )
         return beta, beta
 
-    _, betas = lax.scan(step, impossible, (jnp.arange(p.emitted.shape[0]), p.emitted), reverse=True)
+    _, betas = loops.scan(
+        step, impossible, (jnp.arange(p.emitted.shape[0]), p.emitted), reverse=True
+    )
     return betas
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels import loops
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
@@ -62,7 +63,7 @@ def _complex_logcumsumexp(x: jax.Array, axis: int) -> jax.Array:
         return total, total
 
     along = jnp.moveaxis(x, axis, 0)
-    _, sums = lax.scan(step, jnp.full(along.shape[1:], -np.inf, x.dtype), along)
+    _, sums = loops.scan(step, jnp.full(along.shape[1:], -np.inf, x.dtype), along)
     return jnp.moveaxis(sums, 0, axis)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.kernels import index_rules
+from spmd_core.ops.kernels import index_rules, loops
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.threefry import fused
@@ -239,7 +239,9 @@ def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Arr
         density = jnp.exp(a * (log_t - jnp.log(x)) + b * (jax.nn.log_sigmoid(-y) - jnp.log1p(-x)))
         return total_so_far + weight * density * (log_t - mean_log), None
 
-    summed, _ = lax.scan(add, jnp.zeros_like(x), (jnp.asarray(_NODES), jnp.asarray(_NODE_WEIGHTS)))
+    summed, _ = loops.scan(
+        add, jnp.zeros_like(x), (jnp.asarray(_NODES), jnp.asarray(_NODE_WEIGHTS))
+    )
     # The sum is relative to x^a (1-x)^b, and F' is x^(a-1) (1-x)^(b-1). This gives a factor
     # x (1-x), of which the division by (1-x) leaves x.
     return (direction * scale * summed * x).astype(ctx.dtype)

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+
+from spmd_core.ops.kernels import loops
 
 # As in `graph.subgraphs`.
 _Found: TypeAlias = jax.Array | None
@@ -39,59 +40,10 @@ def scan(num_carry: int, num_stacked: int, length: int, *, reverse: bool) -> _Co
 
         state = (list(inputs[:num_carry]), found)
         xs = list(inputs[num_carry:end])
-        (carry, found), stacks = counted(step, state, xs, length=length, reverse=reverse)
+        (carry, found), stacks = loops.scan(step, state, xs, length=length, reverse=reverse)
         return [*carry, *stacks], found
 
     return control
-
-
-def counted(
-    step: Callable[[Any, list[jax.Array]], tuple[Any, list[jax.Array]]],
-    state: Any,
-    xs: Sequence[jax.Array],
-    *,
-    length: int,
-    reverse: bool,
-) -> tuple[Any, list[jax.Array]]:
-    """As `lax.scan`, but that the loop counts in int32.
-
-    With 64-bit types, `lax.scan` counts in int64, which libtpu makes a pair of uint32: it then
-    does not see how often the loop runs, and neither overlaps its iterations nor prints the number.
-
-    Args:
-        step: (state, slices of the first dim of each of xs) -> (state, what is stacked).
-        state: the first state, of arrays.
-        xs: arrays of shape (length, ...).
-        length: the number of iterations.
-        reverse: whether the last slice comes first.
-
-    Returns:
-        The last state, and what was stacked, in the order of xs.
-    """
-    each = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
-    traced, (_, made) = jax.make_jaxpr(step, return_shape=True)(state, each)
-    stacks = [lax.full((length, *y.shape), 0, y.dtype) for y in made]
-    if not length:
-        return state, stacks
-    call = jaxpr_as_fun(traced)
-    leaves, tree = jax.tree.flatten(state)
-
-    def body(looped: Any) -> Any:
-        i, leaves, stacks = looped
-        at = np.int32(length - 1) - i if reverse else i
-        options: Any = {"allow_negative_indices": False}
-        slices = [lax.dynamic_index_in_dim(x, at, 0, keepdims=False, **options) for x in xs]
-        results = call(*leaves, *slices)
-        leaves, ys = results[: len(leaves)], results[len(leaves) :]
-        stacks = [
-            lax.dynamic_update_index_in_dim(stack, y, at, 0, **options)
-            for stack, y in zip(stacks, ys)
-        ]
-        return i + np.int32(1), leaves, stacks
-
-    start = (np.int32(0), leaves, stacks)
-    _, leaves, stacks = lax.while_loop(lambda looped: looped[0] < np.int32(length), body, start)
-    return jax.tree.unflatten(tree, leaves), stacks
 
 
 def repeat(
@@ -140,7 +92,7 @@ def repeat(
             *(stack for stack, is_scanned in zip(stacks, scanned) if is_scanned),
         ]
         state = (list(inputs[:num_carry]), found)
-        (carry, found), made = counted(step, state, xs, length=length, reverse=reverse)
+        (carry, found), made = loops.scan(step, state, xs, length=length, reverse=reverse)
         return [*carry, *made], found
 
     return control

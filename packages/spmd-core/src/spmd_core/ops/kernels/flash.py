@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels import loops
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 
 # A block has at most MAX_BLOCK^2 scores for each head and batch element: enough for matrix products
@@ -248,7 +249,7 @@ def dropout_mask(options: AttentionOptions, seed: jax.Array, shape: tuple[int, .
             result, _block_dropout_mask(options, i, j, seed, block), start
         ), None
 
-    result, _ = lax.scan(
+    result, _ = loops.scan(
         body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), options.pairs()
     )
     return result[..., : shape[-2], : shape[-1]]
@@ -354,11 +355,11 @@ def forward(
     )
     if options.key_blocks[1] == 1:
         (lse, out), _ = (
-            whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
+            whole_rows(start, (0, 0)) if len(pairs) == 1 else loops.scan(whole_rows, start, pairs)
         )
     else:
         start = (*start[:1], jnp.zeros(shape, wide), *start[1:])
-        (highest, total, attended), _ = lax.scan(online, start, pairs)
+        (highest, total, attended), _ = loops.scan(online, start, pairs)
         out = attended / jnp.where(total == 0, np.asarray(1, wide), total)[..., None]
         lse = _finite(highest, mask) + jnp.log(total)
     return out[..., : options.num_queries, :], lse[..., : options.num_queries]
@@ -479,7 +480,7 @@ def backward(
     start = tuple(jnp.zeros(x.shape, wide) if x is not None and yes else None for x, yes in asked)
     pairs = options.pairs()
     (of_query, of_key, of_value, of_mask), _ = (
-        step(start, (0, 0)) if len(pairs) == 1 else lax.scan(step, start, pairs)
+        step(start, (0, 0)) if len(pairs) == 1 else loops.scan(step, start, pairs)
     )
     return (
         None if of_query is None else of_query[..., : options.num_queries, :],

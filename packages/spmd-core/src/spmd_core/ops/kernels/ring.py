@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd_core.ops.kernels import flash
+from spmd_core.ops.kernels import flash, loops
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import AttentionLayout
 
@@ -126,7 +126,7 @@ class _Meetings(NamedTuple):
         def body(carry: Any, pair: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             return step(carry, *pair), None
 
-        return lax.scan(body, start, (self.rows, self.keys))[0]
+        return loops.scan(body, start, (self.rows, self.keys))[0]
 
 
 class _Ring:
@@ -342,7 +342,7 @@ class _Ring:
             return (step(total, number, keys), following), None
 
         carry = total, self._sent_on((key, value))
-        (total, keys), _ = lax.scan(body, carry, jnp.arange(1, self.size - 1))
+        (total, keys), _ = loops.scan(body, carry, jnp.arange(1, self.size - 1))
         return step(total, self.size - 1, keys)
 
     def gradients(
@@ -393,7 +393,7 @@ class _Ring:
             return (*step(of_query, of_keys, number, keys), following), None
 
         carry = of_query, self._sent_on(of_keys), self._sent_on(keys)
-        (of_query, of_keys, keys), _ = lax.scan(body, carry, jnp.arange(1, self.size - 1))
+        (of_query, of_keys, keys), _ = loops.scan(body, carry, jnp.arange(1, self.size - 1))
         # The device that adds the last part to the gradients of keys sends them to their owner.
         of_query, of_keys = step(of_query, of_keys, self.size - 1, keys)
         return of_query, *of_keys
