@@ -10,8 +10,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from spmd_core.ops.kernels import loops
 from spmd_core.ops.kernels.precision import matmul_precision
 
 State = tuple[jax.Array, ...]  # h (B, P), and for an LSTM c (B, H)
@@ -104,5 +104,6 @@ def recurrent_layer(
             new = tuple(jnp.where(runs, after, before) for after, before in zip(new, state))
         return new, new[0]
 
-    last, outputs = loops.scan(body, state, (gates, jnp.arange(len(gates))), reverse=reverse)
+    # jax.vjp goes through the loop, so it is a scan of jax.
+    last, outputs = lax.scan(body, state, (gates, jnp.arange(len(gates))), reverse=reverse)
     return outputs, last
