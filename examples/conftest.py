@@ -1,5 +1,6 @@
 """What all recipes' tests share: a known peak, and runs on the devices of this process."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 import spmd_core as spmd
 from spmd_core.metrics import Peak
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, tensor_names
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +17,12 @@ def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "spmd_core.metrics.utilisation.measured_peak", lambda *_: Peak(1e10, "measured before")
     )
+
+
+@pytest.fixture(autouse=True)
+def objects_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans look for names among objects that are not frozen, as in the planner's own tests."""
+    monkeypatch.setattr(tensor_names, "_objects", gc.get_objects)
 
 
 @pytest.fixture
