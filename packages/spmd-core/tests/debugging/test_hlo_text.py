@@ -1,5 +1,7 @@
 """Reading HLO text: types, computations and their executions, in each form that XLA prints."""
 
+import re
+
 import pytest
 
 from spmd_core.debugging import hlo_collectives, hlo_text
@@ -56,6 +58,27 @@ ENTRY %main (x.1: f32[8]) -> f32[8] {
   ROOT %result = f32[8]{0} get-tuple-element(%loop), index=1
 }
 """
+
+
+def test_an_element_in_its_short_form_is_the_same_instruction():
+    """XLA prints elements of tuples in both forms."""
+    short = re.sub(r"  %\S+ = \S+ get-tuple-element\(%(?:arg\S*)\), index=\d\n", "", TPU_LOOP)
+    names = {"i": "arg#0", "i.1": "arg.1#0", "step": "arg#2", "x": "arg#1"}
+    for name, element in names.items():
+        short = re.sub(rf"([(\s])%{re.escape(name)}(?=[),])", rf"\1%{element}", short)
+    assert short.count("#") == 5
+    assert short.count("get-tuple-element") == 1
+    computations, entry = hlo_text.parse(short)
+    assert hlo_text.executions(computations, entry)["body"] == 10
+    (reduced,) = hlo_collectives.collectives(short, 2)
+    assert (reduced.operand_bytes, reduced.executions) == (32, 10)
+
+
+@pytest.mark.parametrize("name", ["%next#0", "%later#1"])
+def test_an_element_of_what_is_no_tuple_is_refused(name):
+    text = TPU_LOOP.replace("all-reduce(%x)", f"all-reduce({name})")
+    with pytest.raises(ValueError, match=f"`{name[1:]}` in XLA's text reads an element of"):
+        hlo_text.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,29 @@ def test_threads_train_models_of_their_own(mesh_1d, mesh_2d, monkeypatch):
     assert counter("executions") - executions == len(widths) * (steps + 1)
 
 
+def test_threads_that_meet_an_operation_at_once_record_the_same(monkeypatch):
+    """Programs are compared by the identity of their entries: else each thread compiles its own."""
+    router.forget()
+    meet, make_handler = threading.Barrier(2, timeout=100), router._make_handler
+
+    def both_make(func):
+        if func is torch.ops.aten.sinh.default:
+            meet.wait()
+        return make_handler(func)
+
+    def run(x):
+        y = torch.sinh(x)
+        return y._handle.value.entry, y.cpu()
+
+    given = [torch.ones(3, 4).to("xla") for _ in range(2)]
+    monkeypatch.setattr(router, "_make_handler", both_make)
+    with ThreadPoolExecutor(2) as pool:
+        (one, first), (other, second) = pool.map(run, given)
+    assert meet.n_waiting == 0
+    assert one is other
+    assert torch.equal(first, second)
+
+
 def test_a_cut_computes_what_its_thread_recorded(worker):
     x = torch.ones(3).to("xla")
     ours, theirs = x + 1, worker(doubled, x)

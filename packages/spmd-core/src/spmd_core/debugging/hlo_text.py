@@ -45,7 +45,12 @@ class Instruction:
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     """The computations of a module, and the name of the entry computation.
 
-    Each computation is a dict of its instructions by name, in the order of the text.
+    Each computation is a dict of its instructions by name, in the order of the text. An element of
+    a tuple that is read as `tuple#1`, as XLA prints it from jax 0.12 on, is an instruction of that
+    name, `get-tuple-element`, before its first reader.
+
+    Raises:
+        ValueError: an element of what is no tuple.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
@@ -59,8 +64,21 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
         elif current is not None:
             instruction = _instruction(line)
             if instruction is not None:
+                for name in instruction.operands:
+                    if "#" in name and name not in current:
+                        current[name] = _element_of(name, current)
                 current[instruction.name] = instruction
     return computations, entry
+
+
+def _element_of(name: str, computation: dict[str, Instruction]) -> Instruction:
+    of, _, index = name.rpartition("#")
+    whole = computation.get(of)
+    if whole is None or not index.isdigit() or not whole.type.startswith("("):
+        found = "nothing before it" if whole is None else f"a {whole.type}"
+        raise ValueError(f"`{name}` in XLA's text reads an element of {found}, not of a tuple.")
+    kind = split(whole.type[1 : closing(whole.type, 0)])[int(index)]
+    return Instruction(name, kind, "get-tuple-element", (of,), f", index={index}")
 
 
 def _whole_lines(text: str) -> Iterator[str]:

@@ -51,7 +51,8 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, replace_handle, sp
 aten = torch.ops.aten
 # By identity: an overload is one object, and torch hashes it in Python, which costs as much as the
 # whole lookup.
-# Guarded by: the GIL; a race makes a handler twice. Cleared by: router.forget().
+# Guarded by: the GIL (`setdefault`): entries are those of a handler, and programs are compared by
+# them, so that with two handlers each thread compiles its own. Cleared by: router.forget().
 _handlers: dict[int, Handler] = {}
 # Functions by which packages built on this one wrap a handler.
 # Guarded by: imports. Cleared by: never.
@@ -83,7 +84,7 @@ def route(
     """`XLAShardedTensor.__torch_dispatch__`: calls the handler of the overload."""
     handler = _handlers.get(id(func))
     if handler is None:
-        handler = _handlers[id(func)] = _make_handler(func)
+        handler = _handlers.setdefault(id(func), _make_handler(func))
     if config.record_source_lines:
         source_lines.note_forward(args, kwargs or NO_KWARGS)
     return handler(args, kwargs or NO_KWARGS)

@@ -196,21 +196,25 @@ def known(key: Any, make: Callable[[], Made]) -> Made:
     """The entry under `key`, made by `make()` and kept if there is none."""
     found: Made | None = entries.get(key)
     if found is None:
-        found = make()
-        remember(key, found)
+        found = remember(key, make())
     return found
 
 
-def remember(key: Any, entry: Any) -> None:
-    """Keeps an entry under its key; drops the oldest quarter at `config.max_op_entries` entries."""
+def remember(key: Any, entry: Made) -> Made:
+    """Keeps an entry under its key; drops the oldest quarter at `config.max_op_entries` entries.
+
+    Returns:
+        The entry, or the one that another thread kept under the key while this one was made:
+        programs are compared by the identity of their entries.
+    """
     if len(entries) >= config.max_op_entries:
         oldest = list(entries)[: config.max_op_entries // 4]
         for old in oldest:
-            del entries[old]
+            entries.pop(old, None)
         counters.count("op_entries_dropped", len(oldest))
     if entry.__class__ is Entry:
-        entry.key = key
-    entries[key] = entry
+        entry.key = key  # type: ignore[attr-defined]
+    return entries.setdefault(key, entry)
 
 
 def forget() -> None:

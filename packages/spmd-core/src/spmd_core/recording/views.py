@@ -67,7 +67,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
             entry.arguments = _without_base(entry)
             entry.key = (token, *key)
             link = Link(entry, call, offset, base=base)
-        remember((token, *key), link)
+        link = remember((token, *key), link)
         if len(links) >= config.max_op_entries:
             links.clear()
         links[key] = link
