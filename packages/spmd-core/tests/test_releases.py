@@ -1,5 +1,6 @@
 """What torch and jax lack is found by name and listed; importing works without it."""
 
+import itertools
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ LANCZOS = {
     "aten._upsample_lanczos2d_aa.default",
     "aten._upsample_lanczos2d_aa_backward.default",
 }
+_COUNT = itertools.count()
 OLDER_THAN_2_12 = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
 HAS_CHOLESKY = "cholesky" in {
     schema.name.removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()
@@ -35,7 +37,28 @@ def test_what_is_absent_is_known():
     expected = (LANCZOS if OLDER_THAN_2_12 else set()) | (
         set() if HAS_CHOLESKY else {"aten.cholesky.default"}
     )
+    if sys.version_info >= (3, 13):
+        expected |= {"torch._C._dynamo.guards.dict_version"}
     assert set(spmd.debugging.versions().absent) == expected
+
+
+def test_a_number_of_a_dict_tells_of_changes_of_attributes():
+    """Captured steps look for changes by it; CPython 3.13 writes attributes past the dict."""
+    assert (releases.dict_version() is None) == (sys.version_info >= (3, 13))
+
+
+@pytest.mark.parametrize(
+    "version_of",
+    [
+        lambda mapping: 7,
+        lambda mapping: next(_COUNT),
+    ],
+    ids=["never", "always"],
+)
+def test_a_number_that_does_not_tell_is_left_alone(version_of, monkeypatch):
+    monkeypatch.setattr(torch._C._dynamo.guards, "dict_version", version_of)
+    assert releases.dict_version() is None
+    assert "compare all that dicts hold" in str(spmd.debugging.versions())
 
 
 def test_versions_in_use():

@@ -180,15 +180,38 @@ def dict_version() -> Callable[[dict[Any, Any]], int] | None:
     found: Any = torch
     for part in _DICT_VERSION.split(".")[1:]:
         found = getattr(found, part, None)
-    if found is not None:
-        tried = {"a": 1}
-        before = [found(tried), found(tried)]
-        tried["a"] = 2
-        if before[0] == before[1] != found(tried):
-            version: Callable[[dict[Any, Any]], int] = found
-            return version
+    if found is not None and _tells(found):
+        version: Callable[[dict[Any, Any]], int] = found
+        return version
     _absent[_DICT_VERSION] = _STANDS_IN[_DICT_VERSION]
     return None
+
+
+def _tells(version_of: Callable[[dict[Any, Any]], int]) -> bool:
+    """Whether a dict's number changes with the dict, and only then.
+
+    CPython 3.13 keeps attributes in the object itself: to set one changes what `vars` returns, and
+    not its number. More often than a few times, as frequent code is specialized.
+    """
+
+    class Object:
+        a = 0
+
+    one = Object()
+    attributes, plain = vars(one), {"a": 0}
+    for i in range(100):
+        before = version_of(attributes), version_of(plain)
+        if before != (version_of(attributes), version_of(plain)):
+            return False
+        one.a = i + 1
+        plain["a"] = i + 1
+        if before[0] == version_of(attributes) or before[1] == version_of(plain):
+            return False
+        between = version_of(attributes)
+        object.__setattr__(one, "a", -i)
+        if between == version_of(attributes):
+            return False
+    return True
 
 
 class _Lacking:
