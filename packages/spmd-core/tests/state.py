@@ -6,6 +6,8 @@ Caches stay (compiled programs, recorded calls, interned values): they decide no
 
 import copy
 import dataclasses
+import logging
+from typing import Any
 
 import spmd_core as spmd
 from spmd_core import source_lines
@@ -40,3 +42,14 @@ def reset() -> None:
     source_lines._forward.clear()
     stopping.reset()
     spmd.metrics.reset()
+    free_logging()
+
+
+def free_logging() -> None:
+    """Gives logging's lock back, which an interrupt may have left taken; other threads wait for it.
+
+    CPython 3.11 takes it before the `try` that gives it back.
+    """
+    lock: Any = logging._lock  # type: ignore[attr-defined]
+    while lock._is_owned():
+        lock.release()
