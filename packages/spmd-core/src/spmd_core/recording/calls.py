@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 
 # Entries by key; for views, their links and the positions that `recording.views` met (`_moves`). At
 # most `config.max_op_entries`.
-# Guarded by: the graph lock; the GIL for views and factories, where a race makes an entry twice.
+# Guarded by: the graph lock; the GIL (`setdefault`) for views and factories.
 # Cleared by: calls.forget().
 entries: dict[Any, Any] = {}
 NUMBERS = frozenset({float, int, bool, complex})
