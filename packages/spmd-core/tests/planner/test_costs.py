@@ -1,5 +1,7 @@
 """planner/costs.py: FLOPs as torch counts them, and bounds on time by arithmetic."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,41 @@ def test_what_is_computed_again_is_counted_apart(num_devices):
     # stops the second run when it has what backward reads: before the last layer.
     assert found.model_flops == 2 * first + 3 * second
     assert found.recomputed_flops == first
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_loop_of_layers_is_counted_as_the_layers_are(recomputed, num_devices):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    def step(is_loop: bool) -> None:
+        layers = nn.ModuleList(Block() for _ in range(3)).to("xla")
+        x = torch.randn(4, 8).to("xla")
+        if recomputed:
+            layers = nn.ModuleList(map(spmd.checkpoint_module, layers))
+        if is_loop:
+            x = spmd.scan_layers(layers, x)
+        else:
+            for layer in layers:
+                x = layer(x)
+        x.square().sum().backward()
+        grads = [p.grad for p in layers.parameters()]
+        spmd.sync()
+        del grads
+
+    unrolled, loop = (
+        spmd.plan(functools.partial(step, is_loop), topology=f"cpu-{num_devices}").largest.costs
+        for is_loop in (False, True)
+    )
+    assert loop.model_flops > 0
+    # The loop's gradient has a product for the first layer's input, which one by one has no need of.
+    assert loop.model_flops == unrolled.model_flops + 2 * 4 * 8 * 16
+    assert loop.recomputed_flops == unrolled.recomputed_flops == recomputed * 3 * 2 * 4 * 8 * 16
 
 
 class _Graph:

@@ -15,9 +15,10 @@ from spmd_core.debugging.programs import kept
 from spmd_core.graph.subgraphs import ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.step_programs import given
-from spmd_core.program.program_graph import RecordedGraph
+from spmd_core.program.program_graph import Node, RecordedGraph
 from spmd_core.program.regions import manual_of
 from spmd_core.sharding.sharding import Manual
+from spmd_core.source_lines import Origin, Phase
 
 
 @dataclass(frozen=True)
@@ -112,34 +113,39 @@ def count_flops(program: ProgramRecord | None = None) -> FlopCount:
     )
 
 
-def operation_flops(graph: RecordedGraph) -> Iterator[tuple[int, str, int]]:
-    """The operations that torch has a formula for: position, name, and FLOPs over all devices.
+def operation_flops(graph: RecordedGraph) -> Iterator[tuple[Phase | None, str, int]]:
+    """The operations that torch has a formula for: phase, name, and FLOPs over all devices.
 
     Those of a loop's body count as often as it runs; once where that depends on values. Both
-    branches of a condition count.
+    branches of a condition count. The phase is None where no lines were recorded.
     """
-    for position, (entry, times) in enumerate(_operations(graph)):
-        for each, runs in _runs(entry):
-            packet = _packet(each)
+    for node, times in _operations(graph):
+        for entry, runs, phase in _runs(node.entry, node.origin):
+            packet = _packet(entry)
             formula = flop_counter.flop_registry.get(packet)
             if formula is not None:
-                args, kwargs, out = _call(each, packet)
+                args, kwargs, out = _call(entry, packet)
                 flops = int(formula(*args, **kwargs, out_val=out))
-                yield position, str(packet), times * runs * flops
+                yield phase, str(packet), times * runs * flops
 
 
-def _runs(entry: Entry) -> Iterator[tuple[Entry, int]]:
-    """An operation, or those that it runs, and how often."""
+def _runs(entry: Entry, origin: Origin | None) -> Iterator[tuple[Entry, int, Phase | None]]:
+    """An operation, or those that it runs; how often, and in which phase."""
+    phase = None if origin is None else origin.phase
     if not isinstance(entry, ControlEntry):
-        yield entry, 1
+        yield entry, 1, phase
         return
     steps = 1 if entry.steps is None else entry.steps
     for subgraph in entry.subgraphs:
-        for inner, _ in subgraph.nodes:
-            yield from ((each, steps * runs) for each, runs in _runs(inner))
+        origins = subgraph.origins or (None,) * len(subgraph.nodes)
+        for (inner, _), inside in zip(subgraph.nodes, origins, strict=True):
+            for each, runs, within in _runs(inner, inside):
+                # What a loop's gradient reads of an iteration, and no loop before has kept.
+                again = phase is Phase.BACKWARD and within is Phase.FORWARD
+                yield each, steps * runs, Phase.RECOMPUTATION if again else within
 
 
-def _operations(graph: RecordedGraph) -> Iterator[tuple[Entry, int]]:
+def _operations(graph: RecordedGraph) -> Iterator[tuple[Node, int]]:
     """The operations, and on how many devices each runs with the shapes that it was recorded for.
 
     That is 1 for the operations on whole tensors; inside a manual region, each position along the
@@ -152,7 +158,7 @@ def _operations(graph: RecordedGraph) -> Iterator[tuple[Entry, int]]:
         manual = manual_of(node.entry.name, node.entry.border, inputs)
         results += [manual] * len(node.entry.outs)
         sizes = () if manual is None else (manual.mesh.mesh_shape[axis] for axis in manual.axes)
-        yield node.entry, math.prod(sizes)
+        yield node, math.prod(sizes)
 
 
 def _packet(entry: Entry) -> Any:

@@ -91,9 +91,8 @@ def costs_of(
 def _recorded_flops(graph: RecordedGraph) -> tuple[int, int]:
     """The FLOPs of the recorded operations: of the model, and of recomputation."""
     model = again = 0
-    for position, _, flops in operation_flops(graph):
-        origin = graph.nodes[position].origin
-        if origin is not None and origin.phase is Phase.RECOMPUTATION:
+    for phase, _, flops in operation_flops(graph):
+        if phase is Phase.RECOMPUTATION:
             again += flops
         else:
             model += flops
