@@ -132,7 +132,7 @@ def test_a_loop_of_layers_is_counted_as_the_layers_are(recomputed, num_devices):
         for is_loop in (False, True)
     )
     assert loop.model_flops > 0
-    # The loop's gradient has a product for the first layer's input, which one by one has no need of.
+    # A loop has one body: also the first layer's input gets a gradient, a product more.
     assert loop.model_flops == unrolled.model_flops + 2 * 4 * 8 * 16
     assert loop.recomputed_flops == unrolled.recomputed_flops == recomputed * 3 * 2 * 4 * 8 * 16
 
