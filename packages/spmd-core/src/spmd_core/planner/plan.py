@@ -24,6 +24,7 @@ from spmd_core.arguments import checked, require_callable, require_int, require_
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
+from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
 from spmd_core.planner import buffer_text, memory_uses
@@ -77,12 +78,16 @@ class _Recorder:
     num_quiet: int = 0
     is_complete: bool = False
     _is_new: bool = False
+    _last_cut: int = -1
     _in_step: list[_Seen] = field(default_factory=list)
     _read_before: weakref.WeakSet[AbstractArray] = field(default_factory=weakref.WeakSet)
 
     def on_program(self, program: PlannedProgram, leaves: Sequence[AbstractArray]) -> None:
         assert self.run is not None
-        gc.collect()  # else arrays in reference cycles would count until the next collection
+        cut = recorders.current().num_cuts
+        if cut != self._last_cut:  # the programs of one have none of the user's code between them
+            gc.collect()  # else arrays in reference cycles would count until the next collection
+            self._last_cut = cut
         self._is_new = self._is_new or program not in self.seen
         seen = self.seen.setdefault(program, _Seen(program))
         seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))

@@ -28,6 +28,7 @@ from spmd_core.program import (
     start,
     verification,
 )
+from spmd_core.program.alike_draws import alike_draws
 from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.leaves import (
     array_of,
@@ -54,6 +55,9 @@ around_step: list[Callable[[], AbstractContextManager[None]]] = []
 
 def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     """Computes all pending tensors of this thread that are still referenced, in one program.
+
+    Many tensors that are drawn alike, as the weights of a model, are drawn by another one, which
+    runs once for each.
 
     Pending tensors of threads that have ended are computed, too, and so are the values that all of
     these depend on, whichever thread recorded them. Does not wait for the devices unless `wait` is
@@ -87,12 +91,15 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         if live:
             _count_cut()
             try:
-                _execute(live)
+                if this_thread.cut_guard is None:  # a region of `steps.compile` has one program
+                    for storage in alike_draws(live):
+                        _execute([storage], donates=False)
+                _execute(_missing(live))
             except ProcessError:  # nothing was started, and smaller programs would not help
                 _request(live)
                 raise
             except Exception as error:
-                _execute_apart(live, error, wanted)
+                _execute_apart(_missing(live), error, wanted)
             except BaseException:  # an interruption: everything stays pending
                 _request(live)
                 raise
@@ -219,14 +226,21 @@ def refuse_lost(leaf: Value) -> None:
         )
 
 
+def _missing(live: list[Storage]) -> list[Storage]:
+    """Those of these storages that are still pending."""
+    return [storage for storage in live if storage.value.data is None]
+
+
 def _execute(live: list[Storage], *, donates: bool = True) -> None:
-    """Starts the program that computes these storages, and stores its results.
+    """Starts the program that computes these storages, if any, and stores its results.
 
     Args:
         live: the storages.
         donates: whether no other pending operation reads the same leaves, so that this program may
             take over their buffers.
     """
+    if not live:
+        return
     guard = this_thread.cut_guard
     is_captured = guard is not None and guard.after_start is not None
     planned = plan(
