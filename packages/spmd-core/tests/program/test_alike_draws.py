@@ -1,4 +1,4 @@
-"""program/alike_draws.py: tensors that are drawn alike share a program, and have the same values."""
+"""program/alike_draws.py: tensors that are drawn alike share a program, with the same values."""
 
 import pytest
 import torch

@@ -43,7 +43,7 @@ def alike_draws(live: Sequence[Storage]) -> Iterator[Storage]:
 
 
 def _chain(value: Value) -> list[Hashable]:
-    """The operations that make a value, the last one first; empty if it is none to compute apart."""
+    """The operations that make a value, the last one first; none if it is not computed apart."""
     chain: list[Hashable] = []
     draws = False
     while len(chain) < _MOST_OPERATIONS:
