@@ -85,6 +85,12 @@ FAULTS = (
         "[(step - 1, 0) if d == dim + 1 else (0, 0)",
     ),
     Fault(
+        "spmd_core/ops/kernels/channel_sums.py",
+        "padded elements of split images count in their variance",
+        "deviation if own is None else jnp.where(own, deviation, 0)",
+        "deviation",
+    ),
+    Fault(
         "spmd_core/ops/mean_pool.py",
         "avg_pool in ceil mode counts elements beyond the padding",
         "last = np.minimum(first + kernel[d], size + padding[d])",

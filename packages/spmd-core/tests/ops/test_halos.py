@@ -182,3 +182,23 @@ def test_a_pooling_moves_one_row_each_way(num_devices):
     moved = spmd.debugging.collectives(grad)
     assert [c.kind for c in moved] == ["collective-permute"] * 2
     assert moved.result_bytes == 2 * (2 * 3 * 16 * 4)
+
+
+@pytest.mark.parametrize(("mesh", "num"), [((1, 2, 1), 1), ((1, 2, 2), 2), ((1, 4, 1), 2)])
+def test_two_devices_exchange_their_rows_by_one_permute(mesh, num, num_devices):
+    x, w = torch.randn(2, 3, 16, 16), torch.randn(4, 3, 3, 3)
+    ours = split(x.to("xla"), mesh_or_skip(mesh, num_devices))
+    moved = spmd.debugging.collectives(F.conv2d(ours, w.to("xla"), padding=1))
+    assert [c.kind for c in moved] == ["collective-permute"] * num
+
+
+def test_gradients_of_whole_dims_with_padding_beyond_the_kernel(num_devices):
+    """A stride of 1, where the rows are split and the columns are not."""
+    mesh = mesh_or_skip((1, 2, 1), num_devices)
+    for padding in (0, (1, 2), (2, 4)):
+        check(
+            lambda x, w, padding=padding: F.conv2d(x, w, padding=padding),
+            (3, 2, 9, 7),
+            mesh,
+            weight=(4, 2, 3, 3),
+        )

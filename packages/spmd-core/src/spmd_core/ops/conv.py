@@ -1,5 +1,6 @@
 """Convolutions over 1 to 3 spatial dims, (batch, channel, ...) in and out, and their gradients."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from spmd_core.ops.kernels.convolutions import (
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.traits import Parts, Traits
+from spmd_core.ops.kernels.windows import crop_or_pad
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 # ---- over split images: every device convolves the rows that it has and fetches ------------------
@@ -76,11 +78,19 @@ def _gradients_of_images(
     alone = ctx.on_one_device()
     inner = replace(options, padding=images.padding(options.padding))
 
+    steps_by_one = wanted[0] and max(options.stride) == options.groups == 1
+
     def part(grad: jax.Array, x: jax.Array, weight: jax.Array) -> list[jax.Array]:
         if wanted[0]:
-            grad, x = images.readers(grad), images.read_by_readers(x)
-        else:
-            x = images.windows(x)
+            grad = images.readers(grad)
+        # With few positions, the other form is a product of the weight as it lies in memory.
+        is_small = math.prod((grad.shape[0], *grad.shape[2:])) <= weight.shape[0]
+        if steps_by_one and not (ctx.platform == "cpu" and is_small):
+            grad, x, weight = cast_operands(ctx, grad, x, weight)
+            found = _gradients_of_own(alone, grad, x, weight, inner)
+            found = [g for g, want in zip(found, wanted) if want]
+            return [*found[:1], *(lax.psum(total, images.axis_names) for total in found[1:])]
+        x = images.read_by_readers(x) if wanted[0] else images.windows(x)
         grad, x, weight = cast_operands(ctx, grad, x, weight)
         found = []
         if wanted[0]:
@@ -94,6 +104,37 @@ def _gradients_of_images(
     shapes = [shape for shape, want in zip((x.shape, None), wanted) if want]
     found = iter(images.run(part, [grad, x], [weight], shapes))
     return [next(found) if want else None for want in wanted[:2]]
+
+
+def _gradients_of_own(
+    alone: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, options: Options
+) -> list[jax.Array]:
+    """The gradients of a device's own rows of the input, and of the weight, for a stride of 1.
+
+    They are those of the convolution that goes from the results to the input. It computes nothing
+    for the rows that `grad` has beside those of the input: the gradient of the other convolution
+    would compute two halos more.
+
+    Args:
+        alone: the context of one device.
+        grad: the gradient of all results that read these rows; along dims that are not split, of
+            all results.
+        x, weight: as for the convolution.
+        options: of the convolution; no padding along split dims.
+    """
+    edges = []
+    for n, num, k, dilation, pad in zip(
+        x.shape[2:], grad.shape[2:], weight.shape[2:], options.dilation, options.padding
+    ):
+        reach = dilation * (k - 1)
+        is_split = num == n + reach
+        edges.append((0, 0) if is_split else (reach - pad, n + pad - num))
+    grad = crop_or_pad(grad, edges)
+    kernel = tuple(range(2, weight.ndim))
+    turned = jnp.flip(jnp.swapaxes(weight, 0, 1), kernel)
+    options = replace(options, padding=(0,) * len(kernel))
+    total = weight_gradient(alone, x, grad, turned, options)
+    return [convolve(alone, grad, turned, options), jnp.swapaxes(jnp.flip(total, kernel), 0, 1)]
 
 
 @lowering(

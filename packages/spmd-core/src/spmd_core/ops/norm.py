@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 
 from spmd_core import dtypes
+from spmd_core.ops.kernels.channel_sums import SplitImages
 from spmd_core.ops.kernels.precision import widened
 from spmd_core.ops.kernels.traits import Parts, Traits
-from spmd_core.ops.registry import Context, as_array, lowering
+from spmd_core.ops.registry import Context, ImageLayout, as_array, lowering
 
 
 def _as_results(ctx: Context, *results: jax.Array) -> tuple[jax.Array, ...]:
@@ -66,6 +67,8 @@ def _normalised_gradient(
 
 # ---- batch norm: (batch, channel, ...), statistics of each channel -------------------------------
 
+_IMAGES, _GRADIENT_AND_IMAGES = Traits(images=(0,)), Traits(images=(0, 1))
+
 
 def _channel_shape(x: jax.Array) -> tuple[int, ...]:
     return (1, x.shape[1]) + (1,) * (x.ndim - 2)
@@ -91,6 +94,7 @@ def _batch_normalise(
 
 
 def _batch_norm(
+    ctx: Context,
     x: jax.Array,
     weight: Any,
     bias: Any,
@@ -109,7 +113,11 @@ def _batch_norm(
         mean, rstd = widened(running_mean), lax.rsqrt(widened(running_var) + eps)
         return _batch_normalise(x, weight, bias, mean, rstd), mean, rstd, running_mean, running_var
     dims = _all_but_channel(x)
-    mean, variance = (s.reshape(-1) for s in _statistics(x, dims))
+    split = SplitImages.of(ctx.layout(ImageLayout), x.shape)
+    if split is not None:
+        mean, variance = split.moments(x)
+    else:
+        mean, variance = (s.reshape(-1) for s in _statistics(x, dims))
     rstd = lax.rsqrt(variance + eps)
     if running_mean is not None:
         count = math.prod(x.shape[d] for d in dims)
@@ -128,7 +136,7 @@ def _fit_saved(ctx: Context, saved: jax.Array, index: int) -> jax.Array:
     return jnp.zeros((0,), saved.dtype) if ctx.outs[index].shape == (0,) else saved
 
 
-@lowering("aten.native_batch_norm.default")
+@lowering("aten.native_batch_norm.default", traits=_IMAGES)
 def _native_batch_norm(
     ctx: Context,
     x: Any,
@@ -147,12 +155,12 @@ def _native_batch_norm(
             "aten._native_batch_norm_legit_functional and write its last two results back."
         )
     out, mean, rstd, _, _ = _batch_norm(
-        x, weight, bias, running_mean, running_var, training, momentum, eps
+        ctx, x, weight, bias, running_mean, running_var, training, momentum, eps
     )
     return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2))
 
 
-@lowering("aten._native_batch_norm_legit.no_stats")
+@lowering("aten._native_batch_norm_legit.no_stats", traits=_IMAGES)
 def _batch_norm_no_stats(
     ctx: Context, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[jax.Array, ...]:
@@ -161,7 +169,7 @@ def _batch_norm_no_stats(
             "aten._native_batch_norm_legit.no_stats has no running statistics to use outside "
             "training; got training=False."
         )
-    return _as_results(ctx, *_batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3])
+    return _as_results(ctx, *_batch_norm(ctx, x, weight, bias, None, None, True, momentum, eps)[:3])
 
 
 @lowering("aten._native_batch_norm_legit_no_training.default")
@@ -178,7 +186,7 @@ def _batch_norm_no_training(
     return _native_batch_norm(ctx, x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
-@lowering("aten._native_batch_norm_legit_functional.default")
+@lowering("aten._native_batch_norm_legit_functional.default", traits=_IMAGES)
 def _batch_norm_functional(
     ctx: Context,
     x: Any,
@@ -191,7 +199,7 @@ def _batch_norm_functional(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     out, mean, rstd, new_mean, new_var = _batch_norm(
-        x, weight, bias, running_mean, running_var, training, momentum, eps
+        ctx, x, weight, bias, running_mean, running_var, training, momentum, eps
     )
     return _as_results(
         ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), new_mean, new_var
@@ -210,7 +218,7 @@ def _batch_norm_no_update(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     out, mean, rstd, _, _ = _batch_norm(
-        x, weight, bias, running_mean, running_var, False, momentum, eps
+        ctx, x, weight, bias, running_mean, running_var, False, momentum, eps
     )
     return _as_results(
         ctx,
@@ -221,7 +229,7 @@ def _batch_norm_no_update(
     )
 
 
-@lowering("aten._batch_norm_with_update_functional.default")
+@lowering("aten._batch_norm_with_update_functional.default", traits=_IMAGES)
 def _batch_norm_with_update(
     ctx: Context,
     x: Any,
@@ -233,14 +241,14 @@ def _batch_norm_with_update(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     out, mean, rstd, new_mean, new_var = _batch_norm(
-        x, weight, bias, running_mean, running_var, True, momentum, eps
+        ctx, x, weight, bias, running_mean, running_var, True, momentum, eps
     )
     return _as_results(
         ctx, out, mean, rstd, jnp.zeros(ctx.outs[3].shape, np.uint8), new_mean, new_var
     )
 
 
-@lowering("aten.native_batch_norm_backward.default")
+@lowering("aten.native_batch_norm_backward.default", traits=_GRADIENT_AND_IMAGES)
 def _batch_norm_backward(
     ctx: Context,
     grad: Any,
@@ -258,15 +266,25 @@ def _batch_norm_backward(
     dims = _all_but_channel(x)
     mean = _per_channel(save_mean if train else running_mean, x)
     rstd = _per_channel(save_invstd, x) if train else lax.rsqrt(_per_channel(running_var, x) + eps)
-    normal = (x - mean) * rstd
-    grad_normal = _affine(grad, _per_channel(weight, x), None)
-    grad_x = _normalised_gradient(grad_normal, normal, rstd, dims) if train else grad_normal * rstd
-    return _masked_results(
-        ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=dims), jnp.sum(grad, axis=dims)
-    )
+    split = SplitImages.of(ctx.layout(ImageLayout), x.shape)
+    if split is not None:
+        total, dot = split.sums(
+            lambda grad, x, mean, rstd: (grad, grad * ((x - mean) * rstd)),
+            [grad, x],
+            [mean.reshape(-1), rstd.reshape(-1)],
+        )
+    else:
+        total, dot = (jnp.sum(t, axis=dims) for t in (grad, grad * ((x - mean) * rstd)))
+    grad_x = grad
+    if train:
+        count = as_array(math.prod(x.shape[d] for d in dims), x.dtype)
+        mean_grad, mean_dot = (_per_channel(t / count, x) for t in (total, dot))
+        grad_x = grad - mean_grad - (x - mean) * rstd * mean_dot
+    grad_x = _affine(grad_x, _per_channel(weight, x), None) * rstd
+    return _masked_results(ctx, output_mask, grad_x, dot, total)
 
 
-@lowering("aten.batch_norm_backward.default")
+@lowering("aten.batch_norm_backward.default", traits=_GRADIENT_AND_IMAGES)
 def _batch_norm_backward_with_reserve(
     ctx: Context,
     grad: Any,

@@ -159,8 +159,9 @@ def _gradient_per_tap(
     """As `_gradient_by_scatter`, for regular windows: a masked sum for each element of the kernel.
 
     Each sum moves the gradients of the windows whose maximum was at this element of the kernel to
-    the positions that the element read. Unlike a scatter, this stays local when the batch, the
-    channels or the spatial dims are sharded.
+    the positions that the element read. These are `stride` apart, so sums are added up by their
+    position within a stride, and put between each other at the end. Unlike a scatter, this stays
+    local when the batch, the channels or the spatial dims are sharded.
     """
     num_dims = len(kernel)
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
@@ -169,27 +170,69 @@ def _gradient_per_tap(
         windows.replicate_unless_halo_fits(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
         for t in (grad, indices)
     )
-    total = jnp.zeros(shape, grad.dtype)
-    for offsets in np.ndindex(*kernel):
-        coordinates, inside, edges = [], [], []
-        for d, (offset, size, out_size) in enumerate(zip(offsets, spatial, out_sizes)):
-            first = offset * dilation[d] - padding[d]
-            along = [1] * num_dims
-            along[d] = out_size
-            coordinate = (np.arange(out_size) * stride[d] + first).reshape(along)
-            coordinate = jnp.asarray(coordinate) + within.starts[d]
-            coordinates.append(coordinate)
-            inside.append((coordinate >= 0) & (coordinate < within.sizes[d]))
-            edges.append((first, size - first - (out_size - 1) * stride[d] - 1))
-        won = indices == _flat_position(coordinates, within.sizes)
-        for mask in inside:
-            won &= mask
-        total += crop_or_pad(
-            windows.dilate(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
-        )
+    taps = _taps_of_maxima(indices, kernel, stride, padding, dilation, within)
+    # Window r reads, at element k, the element r * stride + k * dilation - padding: that is the
+    # one at `phase` within the stride of number r + before.
+    nums = [-(-size // step) for size, step in zip(spatial, stride)]
+    places = [
+        [divmod(k * dilation[d] - padding[d], stride[d]) for k in range(kernel[d])]
+        for d in range(num_dims)
+    ]
+    offsets = [[before for before, _ in of_dim] for of_dim in places]
+    edges = [
+        (max(0, *of_dim), max(0, num - out_size - min(of_dim)))
+        for of_dim, num, out_size in zip(offsets, nums, out_sizes)
+    ]
+    grad, taps = crop_or_pad(grad, edges), crop_or_pad(taps, edges, -1)
+    if ctx.platform == "cpu":
+        # Else XLA would compute the elements of the kernel again for each of its slices.
+        grad, taps = lax.optimization_barrier((grad, taps))
+    sums: dict[tuple[int, ...], Any] = {}
+    for tap, at in enumerate(np.ndindex(*kernel)):
+        phase = tuple(of_dim[k][1] for of_dim, k in zip(places, at))
+        starts = [low - of_dim[k] for (low, _), of_dim, k in zip(edges, offsets, at)]
+        seen = (..., *(slice(start, start + num) for start, num in zip(starts, nums)))
+        part = jnp.where(taps[seen] == tap, grad[seen], jnp.zeros((), grad.dtype))
+        sums[phase] = sums[phase] + part if phase in sums else part
+    nothing = jnp.zeros((*shape[: len(shape) - num_dims], *nums), grad.dtype)
+    parts = {at: sums.get(at, nothing) for at in np.ndindex(*stride)}
+    total = windows.interleaved(ctx, parts, stride)
+    total = crop_or_pad(total, [(0, size - n * s) for size, n, s in zip(spatial, nums, stride)])
     return windows.replicate_unless_halo_fits(
         ctx, total, out_sizes, kernel, dilation, num_dims=num_dims
     )
+
+
+def _taps_of_maxima(
+    indices: jax.Array,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    within: _Within,
+) -> jax.Array:
+    """For each window, the number of the kernel's element that read the flat position in `indices`.
+
+    -1 if none did.
+    """
+    num_dims = len(kernel)
+    fits = np.prod(within.sizes) <= np.iinfo(np.int32).max
+    left = indices.astype(np.int32 if fits else _INT64)
+    found, is_read = jnp.zeros((), left.dtype), jnp.ones((), bool)
+    places = 1
+    for d in reversed(range(num_dims)):
+        size = jnp.asarray(within.sizes[d], left.dtype)
+        coordinate, left = lax.rem(left, size), lax.div(left, size)
+        along = [1] * num_dims
+        along[d] = indices.shape[indices.ndim - num_dims + d]
+        first = (np.arange(along[d]) * stride[d] - padding[d]).reshape(along)
+        offset = coordinate - (jnp.asarray(first) + within.starts[d]).astype(left.dtype)
+        step = jnp.asarray(dilation[d], left.dtype)
+        is_read &= (offset >= 0) & (offset < dilation[d] * kernel[d])
+        is_read &= lax.rem(offset, step) == 0
+        found += lax.div(offset, step) * places
+        places *= kernel[d]
+    return jnp.where(is_read, found, -1).astype(np.int32)
 
 
 # ---- over split images: every device pools the rows that it has and fetches ----------------------

@@ -59,7 +59,7 @@ class Out:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How the images that an operation's windows read are split.
+    """How the images that an operation's windows or sums read are split.
 
     Attributes:
         mesh: the program's mesh.

@@ -293,10 +293,29 @@ def _fetched(
         first, last = max(rows.start, 0), min(rows.stop, size)
         before.append(i * block - first if first < last else 0)
         after.append(last - (i + 1) * block if first < last else 0)
-    parts = [*_neighbors(x, dim, before, block, -1)[::-1], x, *_neighbors(x, dim, after, block, 1)]
+    if dim.count == 2 and 0 < max(before) == max(after) <= block:
+        parts = _with_other_half(x, dim, max(before))
+    else:
+        low, high = _neighbors(x, dim, before, block, -1), _neighbors(x, dim, after, block, 1)
+        parts = [*low[::-1], x, *high]
     wide = jnp.concatenate(parts, axis=dim.dim) if len(parts) > 1 else x
     starts = [rows.start - i * block + max(0, *before) for i, rows in enumerate(wanted)]
     return _shifted(wide, dim, starts, length)
+
+
+def _with_other_half(x: jax.Array, dim: SplitDim, num: int) -> list[jax.Array]:
+    """The block, with `num` rows of the other one at one side, and zeros at the other side.
+
+    Two devices exchange the rows at their border in one collective.
+    """
+    is_first = _own(dim, [1, 0]) == 1
+    size = x.shape[dim.dim]
+    first, last = (
+        lax.slice_in_dim(x, start, start + num, axis=dim.dim) for start in (0, size - num)
+    )
+    got = _sent(jnp.where(is_first, last, first), dim, [(0, 1), (1, 0)])
+    nothing = jnp.zeros_like(got)
+    return [jnp.where(is_first, nothing, got), x, jnp.where(is_first, got, nothing)]
 
 
 def _neighbors(

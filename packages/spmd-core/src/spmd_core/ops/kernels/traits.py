@@ -70,8 +70,8 @@ class Traits:
         rows: what it does with the rows of a table; None if it has no table.
         is_product: whether it is a matrix product or similar: it reads materialised operands, so
             that XLA fuses nothing into it.
-        images: the positions of the operands, images or their gradients, that windows read; the
-            kernel may have an `ImageLayout` as its hint.
+        images: the positions of the operands, images or their gradients, that windows read or
+            whose channels are summed; the kernel may have an `ImageLayout` as its hint.
         compared: what it compares exactly; None for nothing.
         bounds: which integers its results can have; None if nothing is known.
         passes_nan_on: whether a NaN among its operands makes its results NaN in any case, so that

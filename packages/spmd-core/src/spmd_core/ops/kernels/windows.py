@@ -7,7 +7,7 @@ replicated, or a reshape inserts the zeros. This workaround ends when the partit
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,6 +135,33 @@ def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) 
     order = [0, 1, *(3 + 2 * d for d in range(num_dims)), *(2 + 2 * d for d in range(num_dims))]
     x = jnp.transpose(x, order)
     return x.reshape(x.shape[0], x.shape[1] * math.prod(kept), *x.shape[2 + num_dims :])
+
+
+def interleaved(
+    ctx: Context, parts: Mapping[tuple[int, ...], jax.Array], steps: Sequence[int]
+) -> jax.Array:
+    """An array whose elements from `at` on, `step` apart in each of the last dims, are `parts[at]`.
+
+    There is a part for each position within the steps, and all have one shape. n elements become
+    n * step.
+    """
+    if ctx.platform != "cpu":
+        # A minor dim of `step` elements would be padded to a TPU's 128 lanes.
+        total: Any = 0
+        for at, part in parts.items():
+            edges = [(i, step - 1 - i) for i, step in zip(at, steps)]
+            total = total + crop_or_pad(dilate(ctx, part, steps), edges)
+        return total
+    found = dict(parts)
+    for d in reversed(range(len(steps))):
+        joined = {}
+        for head in dict.fromkeys(at[:d] for at in found):
+            own = [found[(*head, i)] for i in range(steps[d])]
+            dim = own[0].ndim - len(steps) + d
+            shape = [n * steps[d] if i == dim else n for i, n in enumerate(own[0].shape)]
+            joined[head] = jnp.stack(own, axis=dim + 1).reshape(shape)
+        found = joined
+    return found[()]
 
 
 def crop_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) -> jax.Array:

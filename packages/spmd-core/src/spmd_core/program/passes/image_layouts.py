@@ -1,4 +1,4 @@
-"""Propagates how images are split to the convolutions and poolings that read them.
+"""Propagates how images are split to the convolutions, poolings and norms that read them.
 
 A lowering must know the split to choose its form, but XLA's partitioner chooses the shardings of
 unmarked values only after lowering. So the layouts of inputs and marks are propagated through the
