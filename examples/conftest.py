@@ -1,22 +1,22 @@
 """What all recipes' tests share: a known peak, and runs on the devices of this process."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import spmd_core as spmd
-from spmd_core.metrics import Peak
+from spmd_core.metrics import Peak, utilisation
 from spmd_core.program import compile_cache, tensor_names
 
 
-@pytest.fixture(autouse=True)
-def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def known_peak_of_this_machine() -> Iterator[None]:
     """Measuring it takes longer than a smoke run; runs in processes of their own measure it."""
-    monkeypatch.setattr(
-        "spmd_core.metrics.utilisation.measured_peak", lambda *_: Peak(1e10, "measured before")
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilisation, "measured_peak", lambda *_: Peak(1e10, "measured before"))
+        yield
 
 
 @pytest.fixture(autouse=True)

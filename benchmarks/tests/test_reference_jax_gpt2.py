@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jax.experimental.compilation_cache import compilation_cache
+from tiers import exhaustive
 from torch import nn
 
 from benchmarks import reference_jax_gpt2 as reference
@@ -81,7 +82,8 @@ def jax_steps(
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tensor", "recomputes"), [(1, 1, False), (8, 1, True), (4, 2, True), (2, 4, False)]
+    ("fsdp", "tensor", "recomputes"),
+    [exhaustive(1, 1, False), exhaustive(8, 1, True), (4, 2, True), (2, 4, False)],
 )
 def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
     if fsdp * tensor > jax.device_count():

@@ -80,7 +80,11 @@ def test_packing_changes_the_losses(cache_dir: str, texts: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "mesh", "taken"),
-    [("fsdp", "fsdp=2", 2), exhaustive("spmd", "data=2,fsdp=2,tensor=2", 8)],
+    [
+        ("ddp", "data=2", 2),
+        exhaustive("fsdp", "fsdp=2", 2),
+        exhaustive("spmd", "data=2,fsdp=2,tensor=2", 8),
+    ],
 )
 def test_meshes_have_the_losses_of_eager_torch(
     strategy: str,
@@ -98,6 +102,8 @@ def test_meshes_have_the_losses_of_eager_torch(
     report = on_devices(run, config_of(cache_dir, texts, **SHORT, **where, device="xla"))
     check_equal(report, expected)
     assert report.compiles == 2
+    if strategy == "ddp":
+        assert {c["kind"] for c in report.collectives} == {"all-reduce"}
 
 
 @pytest.mark.parametrize(
@@ -198,21 +204,22 @@ def test_a_killed_run_sees_every_sequence_once_on_two_processes(
     saved = str(tmp_path / "run.pt")
     arguments = ["--smoke", "--no-progress", "--cache-dir", cache_dir, "--data", texts, "--pack"]
     arguments += ["--max-mb", "0", "--eval-batches", "0", "--eval-every", "0", "--warmup", "1"]
-    arguments += ["--steps", str(steps), "--workers", "1", "--devices", "4", "--mesh"]
+    arguments += ["--steps", str(steps), "--workers", "1"]
     killed, ended = recorded(
         tmp_path,
         "killed",
-        [*arguments, "data=2,fsdp=2", "--checkpoint", saved, "--save-every", "2"],
+        [*arguments, "--device", "cpu", "--checkpoint", saved, "--save-every", "2"],
         kill_behind=5,
     )
     assert [one.code for one in ended] == [-signal.SIGKILL], ended[0].errors
     assert len(killed) == 5 and torch.load(saved, weights_only=True)["step"] == 4
 
     results = tmp_path / "results.json"
+    where = ["--devices", "4", "--mesh", "fsdp=4"]
     resumed, ended = recorded(
         tmp_path,
         "resumed",
-        [*arguments, "fsdp=4", "--resume", saved, "--results", str(results)],
+        [*arguments, *where, "--resume", saved, "--results", str(results)],
         processes=2,
     )
     assert [one.code for one in ended] == [0, 0], "\n".join(one.errors for one in ended)

@@ -69,7 +69,7 @@ def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int) -> None:
         options |= {"do_sample": False, "max_new_tokens": max_tokens}
         return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 
-    programs = make_programs(tmp_path)
+    programs = make_programs(tmp_path, one_by_one=True)
     check(programs, expected)
     # A step has no second cache, not even for a time, and no result but tokens.
     (decode,) = [p for p in spmd.metrics.programs() if p.name.startswith("decode")]
@@ -150,7 +150,7 @@ def test_prompts_that_are_computed_together(
 
 def test_recorded_steps_have_the_tokens_of_captured_ones(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, kv_heads=8)
-    captured = make_programs(tmp_path)
+    captured = make_programs(tmp_path, one_by_one=True)
     # One loaded model: its weights are in both.
     options: Any = {"num_slots": SLOTS, "length": LENGTH, "mesh": captured._mesh}
     recorded = Programs(captured._model, capture=False, **options)

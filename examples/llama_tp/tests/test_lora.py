@@ -48,12 +48,12 @@ def config(folder: Path, **knobs: Any) -> TrainConfig:
     return TrainConfig(**{**KNOBS, "cache_dir": str(folder / "cache"), "lora": RANK, **knobs})
 
 
-def tuned(base: Path, name: str, **knobs: Any) -> tuple[Any, str]:
+def tuned(base: Path, name: str, *, says: bool = True, **knobs: Any) -> tuple[Any, str]:
     folders = {"adapters": str(base / f"{name}-adapters"), "export": str(base / f"{name}-merged")}
-    said = {"prompt": "def main(", "new_tokens": 6}
+    said = {"prompt": "def main(", "new_tokens": 3} if says else {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         report = run(config(base, weights=str(base / "base"), **folders, **said, **knobs))
-    return report, out.getvalue()[out.getvalue().index("def main(") :]
+    return report, out.getvalue()[out.getvalue().index("def main(") :] if says else ""
 
 
 def meshes(num_devices: int) -> list[tuple[str, bool]]:
@@ -73,8 +73,12 @@ def test_fine_tuning_is_that_of_eager_torch(
         pytest.skip("one mesh of so many devices")
     mesh, split = meshes(num_devices)[choice]
     right_report, right_text = expected
-    report, text = tuned(base, "ours", mesh=mesh, sequence_parallel=split, loss_parallel=split)
-    assert text == right_text
+    # On one device and in the tier `all`; on a mesh `test_results.py` continues a prompt.
+    says = num_devices == 1 or split
+    report, text = tuned(
+        base, "ours", says=says, mesh=mesh, sequence_parallel=split, loss_parallel=split
+    )
+    assert text == (right_text if says else "")
     assert report.losses == pytest.approx(right_report.losses, rel=1e-5)
     # Two ways to the same model, on the CPU: adapters beside the base, and merged weights.
     beside = LlamaForCausalLM.from_pretrained(base / "base")

@@ -65,8 +65,8 @@ def test_where_parameters_lie(eight: None) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("tensor=8", "data=2,fsdp=2,tensor=2"),
-        *map(exhaustive, ["fsdp=2,tensor=4", "data=4,tensor=2"]),
+        "tensor=8",
+        *map(exhaustive, ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "data=4,tensor=2"]),
         *("fsdp=2,context=2,tensor=2", "context=8"),
     ],
 )
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:
         # The inputs of attention, MLPs and the output layer are gathered again in backward.
         ("data=2,tensor=4", True, {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10}),
         # Of half of each sequence, and twice as many of them.
-        (
+        exhaustive(
             "context=2,tensor=4",
             True,
             {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10},
@@ -169,13 +169,11 @@ def test_what_sequence_and_loss_parallelism_save(eight: None) -> None:
 
 
 def test_without_loss_parallelism_the_logits_are_gathered(eight: None) -> None:
+    """With it they are not: above, nothing as large moves."""
     grid = spmd.parse_mesh("data=2,tensor=4", 8)
-    found = []
-    for loss_parallel in (False, True):
-        _, ours = on(grid, loss_parallel=loss_parallel)
-        _, split = batch(grid)
-        spmd.sync()
-        loss = step(ours, *split)
-        moved = spmd.debugging.collectives(loss, *(p.grad for p in ours.parameters()))
-        found.append(max(c.result_bytes for c in moved))
-    assert found[0] == 4 * TOKENS * 512 * 4 and found[1] < found[0] / 6
+    _, ours = on(grid, loss_parallel=False)
+    _, split = batch(grid)
+    spmd.sync()
+    loss = step(ours, *split)
+    moved = spmd.debugging.collectives(loss, *(p.grad for p in ours.parameters()))
+    assert max(c.result_bytes for c in moved) == 4 * TOKENS * 512 * 4

@@ -53,7 +53,13 @@ def report_of(path: Path, *arguments: str, devices: int, mesh: str) -> dict[str,
 # 56 pixels end in 7 rows.
 @pytest.mark.parametrize(
     ("devices", "mesh"),
-    [(1, ""), (8, "height=8"), (8, "data=2,height=2,width=2"), exhaustive(8, "height=4,width=2")],
+    [
+        (8, "height=8"),
+        # `test_one_program.py` trains on one device, and the resumed run below on this mesh.
+        exhaustive(1, ""),
+        exhaustive(8, "data=2,height=2,width=2"),
+        exhaustive(8, "height=4,width=2"),
+    ],
 )
 def test_every_mesh_has_the_losses_of_eager_torch(
     devices: int, mesh: str, on_devices: Callable[..., Any], num_devices: int
@@ -112,11 +118,17 @@ def test_over_95_percent_on_the_shapes(devices: int, mesh: str, tmp_path: Path) 
     assert report["evals"][-1]["top1"] > 0.95
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    """The losses of a short run."""
+    return run(smoke(steps=3, eval_batches=0)).losses
+
+
 @pytest.mark.parametrize(
     "knobs", [{"dtype": "bf16"}, {"channels_last": True}, {"label_smoothing": 0.3}, {"clip": 0.1}]
 )
-def test_options_of_the_computation(knobs: dict[str, Any]) -> None:
-    plain, other = (run(smoke(steps=3, eval_batches=0, **k)).losses for k in ({}, knobs))
+def test_options_of_the_computation(knobs: dict[str, Any], plain: list[float]) -> None:
+    other = run(smoke(steps=3, eval_batches=0, **knobs)).losses
     if "channels_last" in knobs:
         assert other == pytest.approx(plain, rel=1e-5)
     else:
@@ -146,11 +158,17 @@ def test_a_run_resumes_on_another_mesh(
 ) -> None:
     if num_devices != 8:
         pytest.skip("the mesh is of eight devices")
-    options = {"steps": 4, "ema": 0.5, "eval_every": 0}
+    # Of 56 pixels, which end in 7 rows and columns.
+    options = {"steps": 4, "ema": 0.5, "eval_every": 0, "image_size": 56, "batch": 4}
+    options |= {"eval_batches": 1}
     whole = run(smoke(**options, checkpoint=str(tmp_path / "{step}.pt"), save_every=2))
     there = {"device": "xla", "mesh": "data=2,height=2,width=2"}
     report = on_devices(run, smoke(**options, **there, resume=str(tmp_path / "2.pt")))
     assert report.losses == pytest.approx(whole.losses[2:], rel=1e-4)
+    assert report.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-3)
+    for name in ("loss", "ema_loss"):
+        assert report.evals[-1][name] == pytest.approx(whole.evals[-1][name], rel=1e-3)
+    assert {c["kind"] for c in report.collectives} == {"collective-permute", "all-reduce"}
 
 
 def test_a_saved_run_of_other_options(tmp_path: Path) -> None:

@@ -20,18 +20,21 @@ TEXT = {"max_mb": 0.2}
 @pytest.mark.parametrize(
     ("recipe", "knobs"),
     [
-        ("gpt2", {**TEXT, "mesh": "fsdp=4,tensor=2", "dropout": 0.1, "accumulate": 2}),
+        ("gpt2", {**TEXT, "dropout": 0.1, "accumulate": 2}),  # on one device
+        exhaustive("gpt2", {**TEXT, "mesh": "fsdp=4,tensor=2", "dropout": 0.1, "accumulate": 2}),
         exhaustive("gpt2", {**TEXT, "mesh": "data=8"}),
         exhaustive("gpt2", {**TEXT, "mesh": "fsdp=8", "strategy": "fsdp", "remat": "full"}),
         exhaustive("gpt2", {**TEXT, "mesh": "fsdp=4,tensor=2", "scan": True, "dropout": 0.1}),
         exhaustive("gpt2", {**TEXT, "mesh": "fsdp=4,tensor=2", "pack": True}),
         exhaustive("gpt2", {**TEXT, "mesh": "fsdp=8"}),
         exhaustive("gpt2", {**TEXT, "mesh": "pipe=2,fsdp=2,tensor=2", "strategy": "pipeline"}),
-        ("llama_tp", {**TEXT, "mesh": "data=4,tensor=2"}),
+        ("llama_tp", {**TEXT, "mesh": "data=4,tensor=2", "dtype": "bf16"}),
+        exhaustive("llama_tp", {**TEXT, "mesh": "data=4,tensor=2"}),
         exhaustive("llama_tp", {**TEXT, "mesh": "tensor=8"}),
         exhaustive("llama_tp", {**TEXT, "mesh": "data=4,tensor=2", "scan": True, "dtype": "bf16"}),
         exhaustive("llama_tp", {**TEXT, "mesh": "data=2,tensor=4", "accumulate": 2, "lora": 4}),
-        ("resnet_spatial", {"mesh": "data=2,height=2,width=2", "ema": 0.9}),
+        ("resnet_spatial", {"ema": 0.9}),
+        exhaustive("resnet_spatial", {"mesh": "data=2,height=2,width=2", "ema": 0.9}),
     ],
 )
 def test_captured_losses_are_the_recorded_ones(
@@ -69,19 +72,18 @@ def test_captured_losses_are_the_recorded_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_captured", [True, exhaustive(False)])
 def test_what_cannot_be_captured_is_recorded_and_said(
-    num_devices: int, capsys: pytest.CaptureFixture[str]
+    is_captured: bool, num_devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if num_devices != 8:
         pytest.skip("meshes of 8 devices")
     config, train = (importlib.import_module(f"examples.gpt2.{x}") for x in ("config", "train"))
     knobs = {**config.SMOKE, **TEXT, "strategy": "pipeline", "dropout": 0.1, "progress": False}
     knobs |= {"mesh": "pipe=2,fsdp=4", "steps": 1, "warmup": 1, "eval_batches": 0}
-    for is_captured in (True, False):
-        train.run(config.TrainConfig(**knobs, capture=is_captured))
-        assert ("recorded at each call: a captured step" in capsys.readouterr().out) == (
-            is_captured
-        )
+    train.run(config.TrainConfig(**knobs, capture=is_captured))
+    out = capsys.readouterr().out
+    assert ("recorded at each call: a captured step" in out) == is_captured
     captured = {"dropout": 0.0, "schedule": "1f1b"}, {"dropout": 0.1, "schedule": "gpipe"}
     for more in captured:
         assert not config.TrainConfig(**{**knobs, **more}).recorded_because()

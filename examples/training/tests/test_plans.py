@@ -127,6 +127,9 @@ def test_resnet_from_a_saved_run(folder: Path, num_devices: int) -> None:
 @pytest.mark.skipif(
     topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
 )
+# As the tests above plan the recipes, those of `planner/test_command.py` run the command, and those
+# of `planner/test_topology.py` and `benchmarks/tests/test_compiles.py` need libtpu.
+@pytest.mark.exhaustive
 def test_the_plan_that_the_planner_recommends(folder: Path) -> None:
     """By its own command, up to libtpu's words on memory."""
     words = ["-m", "spmd_core.plan", "--topology", "v4-16", "--", "python", "-m"]

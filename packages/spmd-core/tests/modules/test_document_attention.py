@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -72,8 +73,7 @@ def test_a_batch_that_does_not_divide(mesh):
     check(tensors, ids, mesh, ("data", None, None, None))
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("rows", [32, 29])
+@pytest.mark.parametrize(("is_causal", "rows"), crossed([False, True], [29, 32]))
 def test_split_sequences(is_causal, rows, num_devices):
     mesh = spmd.Mesh(range(num_devices), (1, num_devices), ("data", "context"))
     tensors, ids = operands(rows)

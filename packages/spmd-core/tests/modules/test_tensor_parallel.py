@@ -9,6 +9,7 @@ import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from children import figures
 from tensor_parallel_models import Attention, FeedForward, Transformer, plan
+from tiers import crossed
 
 import spmd_core as spmd
 from spmd_core.dtensor import (
@@ -48,15 +49,16 @@ def compared(right, ours, mesh, batch=8, sequence=16):
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("kind", ["tensor", "sequence"])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        # neither vocabulary, hidden units, batch nor sequence is a multiple of the axes
-        {"vocabulary": 65, "hidden": 50, "batch": 7, "sequence": 13},
-    ],
-    ids=["even", "uneven"],
+    ("kind", "sizes"),
+    crossed(
+        ["tensor", "sequence"],
+        [
+            {},
+            # neither vocabulary, hidden units, batch nor sequence is a multiple of the axes
+            {"vocabulary": 65, "hidden": 50, "batch": 7, "sequence": 13},
+        ],
+    ),
 )
 def test_plans_have_the_values_of_eager_torch(mesh, kind, sizes):
     torch.manual_seed(0)

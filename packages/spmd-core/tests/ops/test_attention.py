@@ -185,8 +185,10 @@ GROUPED = {
 
 @pytest.mark.parametrize(
     "shapes",
-    [GROUPED["four dims"], GROUPED["one kv head"]]
-    + [exhaustive(GROUPED[name], id=name) for name in ("three dims", "five dims")],
+    [
+        GROUPED["four dims"],
+        *(exhaustive(GROUPED[x], id=x) for x in ("one kv head", "three dims", "five dims")),
+    ],
 )
 def test_grouped_heads(block, shapes):
     query, key, value = tensors(torch.float32, *shapes)
@@ -237,12 +239,10 @@ def test_only_the_gradients_that_are_asked_for(block, wanted):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "shapes", [SHAPES["wide values"], GROUPED["four dims"]], ids=["heads", "grouped"]
-)
-@pytest.mark.parametrize("p", [0.4, 1.0])
-def test_dropout_is_the_same_in_the_result_and_the_gradients(block, shapes, p):
+@pytest.mark.parametrize(("kind", "p"), crossed(["grouped", "heads"], [0.4, 1.0]))
+def test_dropout_is_the_same_in_the_result_and_the_gradients(block, kind, p):
     """Compares with torch's formula, with the dropout mask that `attention_kept` returns."""
+    shapes = GROUPED["four dims"] if kind == "grouped" else SHAPES["wide values"]
     query, key, value, grad = tensors(torch.float64, *shapes, (*shapes[0][:-1], shapes[2][-1]))
     options = (7, p, True, None, shapes[0][1] != shapes[1][1])
     (kept,) = lowered("spmd.attention_kept.default", query, key, 7, p, True)

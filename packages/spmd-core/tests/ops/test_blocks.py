@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from jax import lax
-from tiers import by_tier
+from tiers import by_tier, crossed
 
 import spmd_core as spmd
 
@@ -57,8 +57,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "view"), crossed(WRITES, [*VIEWS], rounds=3))
 def test_a_block_that_reads_what_it_is_written_into(write, view):
     """Alone, after another write and before one; each is a program of its own."""
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 
 import spmd_core as spmd
 from oracle import check
@@ -33,19 +34,21 @@ def agree(function, *inputs):
     torch.testing.assert_close(device, cpu, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(
-    ("offsets", "options"),
-    [
-        ([0, 4, 4, 6], {}),  # the second bag is empty
-        ([0, 4, 4, 9], {"include_last_offset": True}),
-        ([0, 2, 9], {"include_last_offset": True, "padding_idx": 4}),
-        ([0, 2, 3, 5], {"padding_idx": -6}),  # a bag of padding only
-        ([0], {}),
-    ],
+BAGS = (
+    ([0, 4, 4, 6], {}),  # the second bag is empty
+    ([0, 4, 4, 9], {"include_last_offset": True}),
+    ([0, 2, 9], {"include_last_offset": True, "padding_idx": 4}),
+    ([0, 2, 3, 5], {"padding_idx": -6}),  # a bag of padding only
+    ([0], {}),
 )
-def test_bags(mode, index_dtype, offsets, options):
+
+
+@pytest.mark.parametrize(
+    ("mode", "index_dtype", "bags"),
+    crossed(["sum", "mean", "max"], [torch.int64, torch.int32], BAGS, rounds=3),
+)
+def test_bags(mode, index_dtype, bags):
+    offsets, options = bags
     agree(
         lambda w, i, o: F.embedding_bag(i, w, o, mode=mode, **options),
         torch.randn(10, 3),

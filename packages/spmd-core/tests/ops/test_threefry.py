@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from jax.extend.random import threefry_2x32
+from tiers import crossed
 from torch.nn import functional as F
 
 import spmd_core as spmd
@@ -77,9 +78,9 @@ def expected(draw):
 
 
 @pytest.mark.parametrize(
-    "axes", [("x", None), (None, "x"), ("a", "b"), (None, ("a", "b"))], ids=str
+    ("shape", "axes"),
+    crossed([(16, 24), (11, 7)], [("x", None), (None, "x"), ("a", "b"), (None, ("a", "b"))]),
 )
-@pytest.mark.parametrize("shape", [(16, 24), (11, 7)], ids=str)
 def test_values_are_those_of_jax_on_any_mesh(shape, axes, mesh_1d, mesh_2d):
     mesh = mesh_1d if "x" in axes else mesh_2d
 
@@ -109,8 +110,9 @@ FILLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("axes", [("x", None), ("b", "a")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "axes"), crossed([torch.float32, torch.bfloat16], [("x", None), ("b", "a")])
+)
 def test_drawing_takes_the_memory_of_the_result(dtype, axes, mesh_1d, mesh_2d):
     mesh = mesh_1d if "x" in axes else mesh_2d
     made = [

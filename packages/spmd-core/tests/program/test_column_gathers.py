@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recorded_graphs import graph_of, rewritten
+from tiers import crossed
 from torch import nn
 
 import spmd_core as spmd
@@ -106,8 +107,7 @@ def tied(device, classes, dtype):
 
 
 @several
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("classes", [40, 39])
+@pytest.mark.parametrize(("classes", "dtype"), crossed([40, 39], [torch.float32, torch.bfloat16]))
 def test_tied_weights_and_second_gradients(classes, dtype) -> None:
     tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-4
     for mine, right in zip(tied("xla", classes, dtype), tied("cpu", classes, dtype)):

@@ -314,7 +314,7 @@ def test_forms_of_three_sizes_tell_whether_the_first_two_predict_the_third():
     assert not a.agrees(b)
 
 
-@settings(deadline=None, max_examples=by_tier(40, in_all=100))
+@settings(deadline=None, max_examples=by_tier(20, in_all=100))
 @given(st.data())
 def test_random_chains(data):
     """Chains of the steps below, each on what the one before returned."""

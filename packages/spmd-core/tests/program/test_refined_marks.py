@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_graphs import graph_of, names, rewritten
-from tiers import examples
+from tiers import by_tier
 
 import spmd_core as spmd
 from spmd_core import debugging
@@ -96,7 +96,7 @@ def test_marks_on_another_mesh_stay():
 
 
 @several
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=by_tier(30, in_all=100), deadline=None)
 @given(
     st.lists(
         st.sampled_from(

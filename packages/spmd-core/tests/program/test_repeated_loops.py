@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tiers import crossed, exhaustive
 from torch import nn
 
 import spmd_core as spmd
@@ -158,8 +159,9 @@ def test_autocast():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [16, 13])
-@pytest.mark.parametrize("spec", [("a", None), ("a", "b"), (None, ("a", "b"))])
+@pytest.mark.parametrize(
+    ("width", "spec"), crossed([16, 13], [("a", None), ("a", "b"), (None, ("a", "b"))])
+)
 def test_marks(mesh_2d, width, spec):
     torch.manual_seed(0)
 
@@ -338,7 +340,8 @@ def test_a_language_model_with_dropout_is_the_same_as_one_by_one(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "axes"), [(8, ("a", None)), (6, ("a", "b")), (5, (None, ("a", "b")))]
+    ("rows", "axes"),
+    [exhaustive(8, ("a", None)), exhaustive(6, ("a", "b")), (5, (None, ("a", "b")))],
 )
 def test_a_language_model_over_two_axes_agrees_with_eager_torch(mesh_2d, rows, axes):
     """With the sum of the gradients of two parts, and with recomputed layers."""

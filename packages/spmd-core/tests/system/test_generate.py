@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache, growing_program
@@ -57,7 +58,7 @@ def check(make, *, batch=2, prompt=5, marks=lambda model: None, **options):
     return model, ids, options
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, exhaustive(gpt2)])
 def test_a_dynamic_cache_takes_a_program_for_each_power_of_two(make):
     model, ids, options = check(make)
     # The prompt of 5, the length 6, and room for 8, 16 and 32 positions.

@@ -292,7 +292,7 @@ WAYS = [
     manual_data_parallel,
 ]
 TIED = [fsdp_by_marks, tensor, hybrid, manual_data_parallel]
-TYPICAL = [fsdp_by_marks, fsdp_in_units, fsdp_and_tensor, hybrid, sequence, manual_feed_forward]
+TYPICAL = [fsdp_in_units, fsdp_and_tensor, hybrid, sequence, manual_feed_forward]
 NUM_DEVICES = spmd.global_runtime_device_count()
 # Each way runs over all devices; two of them also over fewer, as each compiles a program.
 CASES = [(way, NUM_DEVICES) if way in TYPICAL else exhaustive(way, NUM_DEVICES) for way in WAYS] + [

@@ -236,7 +236,7 @@ CLASSIFIERS = [
     small_mobilenet_v3,
     exhaustive(small_efficientnet),
     exhaustive(densenet),
-    shufflenet,
+    exhaustive(shufflenet),
     exhaustive(small_convnext),
     pytest.param(vit, marks=pytest.mark.one_device),
     exhaustive(swin),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiers import crossed
 from torch import nn
 from torch.func import functional_call
 
@@ -60,8 +61,9 @@ def accumulated(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return sum(g.square().sum() for g in grads)
 
 
-@pytest.mark.parametrize("sharded", SHARDED)
-@pytest.mark.parametrize("loss", [penalised, adapted, accumulated])
+@pytest.mark.parametrize(
+    ("loss", "sharded"), crossed([penalised, adapted, accumulated], [*SHARDED])
+)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 def test_second_derivatives(loss, sharded, mesh_2d):
     eager = model()
