@@ -148,8 +148,8 @@ FAULTS = (
     Fault(
         "spmd_core/steps/capture/versions.py",
         "a captured step overwrites state that a function has saved, unnoticed",
-        "if counts != self._ones:",
-        "if False:",
+        "if number == self._next_node != -1:",
+        "if True:",
     ),
     # ---- dynamo, metrics -------------------------------------------------------------------------
     Fault(

@@ -154,9 +154,20 @@ def checked(**least: float) -> Callable[[Function], Function]:
         unknown = least.keys() - checks
         assert not unknown, f"no argument of {function} is a number named {unknown}"
 
+        positional = [
+            name
+            for name, parameter in signature.parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        by_position = [(i, checks[name]) for i, name in enumerate(positional) if name in checks]
+
+        # Not by `Signature.bind`, which takes longer than what many of these functions do.
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
+            for i, check in by_position:
+                if i < len(args):
+                    check(args[i])
+            for name, value in kwargs.items():
                 if name in checks:
                     checks[name](value)
             return function(*args, **kwargs)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -191,18 +191,24 @@ def clock() -> Iterator[Clock]:
         _clock = None
 
 
-@contextmanager
-def timed(activity: Activity) -> Iterator[None]:
+def timed(activity: Activity) -> AbstractContextManager[None]:
     """Counts the block for this activity while a `clock` runs in this thread; else does nothing."""
     running = _clock
     if running is None or running.thread != threading.get_ident():
-        yield
-        return
+        return _UNTIMED
+    return _turned(running, activity)
+
+
+@contextmanager
+def _turned(running: Clock, activity: Activity) -> Iterator[None]:
     outer = running.turn_to(activity)
     try:
         yield
     finally:
         running.turn_to(outer)
+
+
+_UNTIMED = nullcontext()
 
 
 def reset() -> None:

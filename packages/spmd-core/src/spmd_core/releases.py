@@ -39,6 +39,13 @@ _STANDS_IN |= dict.fromkeys(
 )
 _STANDS_IN |= dict.fromkeys(
     (
+        "jax._src.interpreters.pxla",
+        "jax._src.interpreters.pxla.ExecuteReplicated",
+    ),
+    "jax's own call of a program, which compares all arguments each time",
+)
+_STANDS_IN |= dict.fromkeys(
+    (
         f"torch._higher_order_ops.{name}"
         for name in ("cond", "while_loop", "scan", "associative_scan")
     ),

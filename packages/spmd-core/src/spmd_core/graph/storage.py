@@ -186,7 +186,10 @@ def take_failed() -> list[Storage]:
 
 
 def _failed(of: list[Recorder]) -> list[Storage]:
-    return [s for r in of for s in r.failed if s.recorder is None and s.value.data is None]
+    # To look into a weak set takes longer than to see that it is empty.
+    return [
+        s for r in of if r.failed for s in r.failed if s.recorder is None and s.value.data is None
+    ]
 
 
 def _prune(recorder: Recorder) -> None:

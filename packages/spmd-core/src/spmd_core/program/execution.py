@@ -47,10 +47,10 @@ from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
 Result = TypeVar("Result")
-# Context managers around the cut that ends a step; they are exited even if the cut fails. Modules
-# of upper layers register here to take part in every step.
+# Each gives a context manager around the cut that ends a step, or None; they are exited even if the
+# cut fails. Modules of upper layers register here to take part in every step.
 # Guarded by: imports. Cleared by: never.
-around_step: list[Callable[[], AbstractContextManager[None]]] = []
+around_step: list[Callable[[], AbstractContextManager[None] | None]] = []
 
 
 def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
@@ -210,9 +210,12 @@ def end_step(*, wait: bool = False) -> None:
 def in_step(run: Callable[[], Result]) -> Result:
     """What `run()` returns, which starts a step's program, inside those of `around_step`."""
     counters.count("steps")
+    managers = [manager for make in around_step if (manager := make()) is not None]
+    if not managers:
+        return run()
     with ExitStack() as stack:
-        for enter in around_step:
-            stack.enter_context(enter())
+        for manager in managers:
+            stack.enter_context(manager)
         return run()
 
 

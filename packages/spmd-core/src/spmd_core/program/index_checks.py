@@ -129,6 +129,8 @@ def raise_if_found(
     Raises:
         IndexRangeError: an index was outside its dim. The next call checks later programs.
     """
+    if not _unread:
+        return
     threads = {t for r in (recorders.current(), maker) if r is not None for t in (r, *r.sources)}
     ended: list[_Started] = []
     left: list[_Started] = []

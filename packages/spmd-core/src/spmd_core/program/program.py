@@ -17,8 +17,9 @@ from spmd_core.program import index_checks, memory_table, tensor_names
 from spmd_core.program.index_flag import Check
 from spmd_core.program.lower import Lowered
 from spmd_core.program.program_graph import RecordedGraph
-from spmd_core.runtime import in_flight, watch
+from spmd_core.runtime import executables, in_flight, watch
 from spmd_core.runtime.abstract import AbstractArray
+from spmd_core.runtime.jax_sharding import replicated
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,25 @@ class Program:
         devices = self.lowered.devices
         return any(device.process_index == jax.process_index() for device in devices)
 
+    @functools.cached_property
+    def _execute(self) -> executables.Execute:
+        """Executes the program without comparing its arguments."""
+        return executables.execute_of(self.compiled) or self._call
+
+    def _call(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Executes the program on its numbers and leaves: its results, and then its token."""
+        num_packed = self.lowered.num_packed
+        with jax.enable_x64(True):
+            results, token = self.compiled(arrays[:num_packed], *arrays[num_packed:])
+        return [*results, token]
+
+    @functools.cached_property
+    def _packed(self) -> list[executables.Replicated]:
+        """The arrays of floats, of ints and of complex numbers."""
+        everywhere = replicated(self.graph.device_ids)
+        types = (np.float64, np.int64, np.complex128)
+        return [executables.Replicated(dtype, everywhere) for dtype in types]
+
     def compiled_text(self) -> str:
         """The optimised HLO module that each device runs, as text."""
         text: str | None = self.compiled.as_text()
@@ -71,6 +91,8 @@ class Program:
     ) -> list[jax.Array]:
         """Starts the program and returns its results without waiting.
 
+        The lists of numbers are not changed afterwards.
+
         Args:
             floats: the graph's float numbers, in the order of the nodes.
             ints: its int and bool numbers.
@@ -81,20 +103,23 @@ class Program:
         Raises:
             PlanError: a leaf was made in a plan that has ended, or before the current plan.
             DeviceMemoryError: the device's memory is too small.
-            ProgramError: jax raised another error.
+            ProgramError: jax raised another error, or a leaf was deleted.
         """
-        if any(isinstance(x, AbstractArray) for x in leaves):
-            refuse_mixed(self.record)
-        numbers = []
-        if floats:
-            numbers.append(np.array(floats, np.float64))
-        if ints:
-            numbers.append(np.array(ints, np.int64))
-        if complexes:
-            numbers.append(np.array(complexes, np.complex128))
+        kinds: tuple[list[Any], ...] = (floats, ints, complexes)
+        packed = [array.of(numbers) for array, numbers in zip(self._packed, kinds) if numbers]
         try:
-            with jax.enable_x64(True):
-                results, token = self.compiled(numbers, *leaves)
+            if (lost := executables.first_deleted(leaves)) is not None:
+                raise ProgramError(
+                    f"the inputs of program {self.record.name} have their data; got a "
+                    f"{self.graph.leaves[lost].spec!r} without, such as a jax array that was "
+                    "deleted, or that a jitted function took over. Load it again, and pass jax a "
+                    "copy."
+                )
+            *results, token = self._execute([*packed, *leaves])
+        except TypeError:
+            if any(isinstance(x, AbstractArray) for x in leaves):
+                refuse_mixed(self.record)
+            raise
         except in_flight.FAILURES as error:
             own = functools.partial(explained, graph=self.graph, record=self.record)
             raise (

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,10 +106,15 @@ def set_aside() -> Iterator[None]:
             _waiting.extend(before)
 
 
+def _around_step() -> AbstractContextManager[None] | None:
+    """What is around the cut that ends a step; None if no closure waits."""
+    _background.raise_error()
+    return _closures_of_step() if _waiting else None
+
+
 @contextmanager
 def _closures_of_step() -> Iterator[None]:
     """Around the cut that ends a step: prepares the step's closures before it, runs them after."""
-    _background.raise_error()
     closures = _take_own()
     try:
         for added in closures:
@@ -257,4 +262,4 @@ class _Background:
 # Guarded by: its own lock. Cleared by: wait_for_closures().
 _background = _Background()
 atexit.register(_background.print_error)
-execution.around_step.append(_closures_of_step)
+execution.around_step.append(_around_step)

@@ -1,10 +1,19 @@
 """Captured steps give what they write a new version where autograd may have saved it."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.graph import recorders
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["alone", "with threads"])
+def alone(request, monkeypatch):
+    """Whether no other thread has recorded anything, as in most programs."""
+    monkeypatch.setattr(recorders, "_num_made", 1 if request.param else 2)
 
 
 class Scaled(torch.autograd.Function):
@@ -114,3 +123,18 @@ def test_what_nothing_shares_gets_no_version():
     moment.detach()
     step(x)
     assert moment._version > version and step.replayed == 5
+
+
+def test_what_another_thread_saves():
+    moment, step, x = trained(True)
+    for _ in range(3):
+        step(x)
+    v = torch.ones(3).to("xla").requires_grad_()
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Scaled.apply(v, moment)))
+    thread.start()
+    thread.join()
+    step(x)
+    assert step.replayed == 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made[0].sum().backward()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from spmd_core.steps.capture.reachable import Reached
-from spmd_core.steps.capture.versions import use_count
+from spmd_core.steps.capture.versions import Shared
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -24,22 +24,11 @@ class Accumulators:
     """
 
     def __init__(self, tensors: Sequence[XLAShardedTensor]) -> None:
-        self._tensors = [*tensors]
-        self._ones = [1] * len(self._tensors)
+        self._shared = Shared(tensors)
 
     def hooked(self) -> XLAShardedTensor | None:
         """The first tensor whose node has a hook; None if there is none. Does not wait."""
-        counts = [*map(use_count, self._tensors)]
-        if counts == self._ones:
-            return None
-        return next(
-            (
-                tensor
-                for tensor, count in zip(self._tensors, counts)
-                if count != 1 and _has_hooks(tensor)
-            ),
-            None,
-        )
+        return next(filter(_has_hooks, self._shared.found()), None)
 
 
 def _has_hooks(tensor: XLAShardedTensor) -> bool:

@@ -36,6 +36,7 @@ from spmd_core.steps.capture.accumulators import has_hooks
 from spmd_core.steps.capture.agreement import Outcome, Recording
 from spmd_core.steps.capture.bindings import Owned
 from spmd_core.steps.capture.gradients import Installed, Pattern
+from spmd_core.steps.capture.numbers import Lists
 from spmd_core.steps.capture.reachable import Reached
 from spmd_core.steps.capture.replay import Replay
 from spmd_core.tensor.logical_device import XLA_DEVICE
@@ -62,6 +63,7 @@ class _Kind:
 
     Attributes:
         kept: the arguments that are compared by identity.
+        may_replay: whether no mode around the calls looks at each operation.
         recordings: the newest calls that were recorded, with the present tensors.
         replays: what later calls run, the newest one first: in a loop that does several things in
             turns, each thing is one of these.
@@ -70,6 +72,7 @@ class _Kind:
     """
 
     kept: list[Any]
+    may_replay: bool
     recordings: list[Recording] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
     num_apart: int = 0
@@ -106,11 +109,16 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the step. See `compile`."""
         with _one_at_a_time:
-            leaves, tree = _pytree.tree_flatten((args, kwargs))
-            leaves = [_on_device(leaf) for leaf in leaves]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
+            if not kwargs and all(x.__class__ is XLAShardedTensor for x in args):
+                leaves, tree = [*args], _tree_of(len(args))
+                tensors = leaves
+            else:
+                leaves, tree = _pytree.tree_flatten((args, kwargs))
+                leaves = [_on_device(leaf) for leaf in leaves]
+                tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
             kind = self._kind(leaves, tree)
-            chosen = _chosen(kind, tensors) if kind.replays and _may_replay() else None
+            may_replay = kind.replays and kind.may_replay and _runs_programs()
+            chosen = _chosen(kind, tensors) if may_replay else None
             if chosen is None:
                 return self._record(kind, leaves, tree, tensors)
             replay, numbers = chosen
@@ -131,9 +139,10 @@ class Captured:
                 same = first.setdefault(storage, i)
                 key += (storage.spec, storage.sharding, storage.inference, links, same)
                 key += (leaf.requires_grad, leaf.is_leaf, leaf.__class__, has_hooks(leaf))
-                key.append(isinstance(leaf, torch.nn.Parameter))
-                for name, value in attributes_of(leaf).items():
-                    key.append((name, *_by_value(value, kept)))
+                key.append(getattr(leaf, "_is_param", False))
+                if len(leaf.__dict__) > 1:  # more than its handle
+                    for name, value in attributes_of(leaf).items():
+                        key.append((name, *_by_value(value, kept)))
             else:
                 key.append(_by_value(leaf, kept))
                 if key[-1][0] is object:
@@ -142,7 +151,7 @@ class Captured:
         if found is None:
             if loose:
                 self._count_objects((tree, *loose))
-            found = self._kinds[whole] = _Kind(kept)
+            found = self._kinds[whole] = _Kind(kept, _sees_no_operation())
             if len(self._kinds) > _MOST_KINDS:
                 del self._kinds[next(iter(self._kinds))]
         return found
@@ -304,7 +313,7 @@ class Captured:
         return Installed(parameters)
 
 
-def _chosen(kind: _Kind, tensors: Sequence[XLAShardedTensor]) -> tuple[Replay, list[Any]] | None:
+def _chosen(kind: _Kind, tensors: Sequence[XLAShardedTensor]) -> tuple[Replay, Lists] | None:
     """The replay that does what a call would do, with its numbers; None if no one does.
 
     Ends the step that is pending in this thread, if any.
@@ -327,6 +336,12 @@ def _chosen(kind: _Kind, tensors: Sequence[XLAShardedTensor]) -> tuple[Replay, l
                     kind.replays.insert(0, kind.replays.pop(i))
                 return replay, numbers
     return None
+
+
+@functools.cache
+def _tree_of(num_args: int) -> Any:
+    """The structure of a call with so many positional arguments that are leaves."""
+    return _pytree.tree_flatten(((0,) * num_args, {}))[1]
 
 
 def _on_device(leaf: Any) -> Any:
@@ -383,18 +398,24 @@ def _modes() -> tuple[Any, ...]:
     )
 
 
-def _may_replay() -> bool:
-    """Whether programs run here, outside of regions and modes that look at each operation."""
+def _sees_no_operation() -> bool:
+    """Whether no mode of `_modes` looks at each operation."""
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not _saves_through_hooks()
+        and forward_ad._current_level < 0
+    )
+
+
+def _runs_programs() -> bool:
+    """Whether programs run here, outside of regions, and without looking at each operation."""
     return (
         abstract.run() is None
         and not config.verify_programs
         and not config.record_source_lines
         and cut_guard.this_thread.cut_guard is None
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._len_torch_dispatch_stack() == 0
         and not torch.is_anomaly_enabled()
-        and not _saves_through_hooks()
-        and forward_ad._current_level < 0
     )
 
 

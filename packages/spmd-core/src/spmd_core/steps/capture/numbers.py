@@ -7,12 +7,14 @@ values in both recordings, one of a few forms that optimizers write.
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_core.errors import CaptureError
 from spmd_core.graph.values import Entry, origin_of
+from spmd_core.program import start
 from spmd_core.program.planning import CutPlan
 from spmd_core.steps.capture.reachable import Reached
 
@@ -23,6 +25,8 @@ _OF_ONE: tuple[Callable[[Any], Any], ...] = (
 _OF_TWO: tuple[Callable[[Any, Any], Any], ...] = (
     lambda v, w: v * w, lambda v, w: -v * w, lambda v, w: 1 - v * w,
 )  # fmt: skip
+# Of a program: floats, ints and complex numbers.
+Lists = tuple[list[float], list[int], list[complex]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,72 @@ class Numbers:
     def paths(self) -> set[str]:
         """The paths of what is read at each call."""
         return {path for live in self.live for path in live.paths}
+
+
+class Scalars:
+    """The scalar inputs of each call, by kind, as a program takes them.
+
+    Args:
+        numbers: how they come about.
+        reached: where the live ones are read.
+    """
+
+    def __init__(self, numbers: Numbers, reached: Reached) -> None:
+        self._lists = start.by_kind(numbers.values)
+        counts = itertools.count(), itertools.count(), itertools.count()
+        of = (float, int, complex).index
+        kinds = [of(int if x.__class__ is bool else x.__class__) for x in numbers.values]
+        places = [(kind, next(counts[kind])) for kind in kinds]
+        self._seeds = [(places[position], draw) for position, draw in numbers.seeds]
+        self._paths = [*dict.fromkeys(path for live in numbers.live for path in live.paths)]
+        self._groups = [reached.numbers[path] for path in self._paths]
+        self._types = [type(mapping[key]) for mapping, key in self._groups]
+        # The same number stands at hundreds of positions: by function and paths.
+        self._live: dict[tuple[Any, tuple[str, ...]], list[tuple[int, int]]] = {}
+        self._kinds = []
+        for live in numbers.live:
+            at = self._live.setdefault((live.form, live.paths), [])
+            if not at:
+                self._kinds.append(kind_of(numbers.values[live.position]))
+            at.append(places[live.position])
+        self._read: list[Any] = []  # the values of param_groups of which `_lists` is made
+
+    def now(self) -> Lists | None:
+        """Those of a call without new seeds; None if one is of another kind than it was."""
+        read = [mapping.get(key) for mapping, key in self._groups]
+        if len(read) == len(self._read) and all(map(operator.is_, read, self._read)):
+            return self._lists
+        if [*map(type, read)] != self._types:
+            return None
+        values = dict(zip(self._paths, read))
+        fresh: dict[tuple[int, int], Any] = {}
+        for ((form, paths), places), kind in zip(self._live.items(), self._kinds):
+            number = _of(form, *(values[path] for path in paths))
+            if number is None or kind_of(number) != kind:
+                return None
+            if any(fresh.setdefault(place, number) != number for place in places):
+                return None
+        floats, ints, complexes = self._lists
+        self._lists = [*floats], [*ints], [*complexes]
+        for (kind, i), number in fresh.items():
+            self._lists[kind][i] = int(number) if kind == 1 else number
+        self._read = read
+        return self._lists
+
+    def seeded(self, lists: Lists, seeds: Sequence[int]) -> Lists:
+        """The scalar inputs of a call, with its seeds.
+
+        Args:
+            lists: from `now`.
+            seeds: those that the call draws.
+        """
+        if not self._seeds:
+            return lists
+        floats, ints, complexes = lists
+        ints = [*ints]
+        for (_, i), draw in self._seeds:
+            ints[i] = seeds[draw]
+        return floats, ints, complexes
 
 
 def seed_positions(entries: Sequence[Entry]) -> list[bool]:

@@ -19,7 +19,7 @@ from spmd_core.steps.capture.agreement import Recording
 from spmd_core.steps.capture.bindings import Kind
 from spmd_core.steps.capture.gradients import Grads, Installed, Pattern
 from spmd_core.steps.capture.guards import Guards
-from spmd_core.steps.capture.numbers import Numbers, kind_of
+from spmd_core.steps.capture.numbers import Lists, Numbers, Scalars
 from spmd_core.steps.capture.reachable import Reached
 from spmd_core.steps.capture.returned import Returned
 from spmd_core.steps.capture.state import getter
@@ -59,10 +59,9 @@ class Replay:
         self._key, self._program = plan.key, recording.program
         self._donated_bytes = sum(plan.leaves[i].spec.num_bytes for i in plan.key.donated)
         self._lines = [line_of(plan.nodes[check.position]) for check in self._program.index_checks]
-        self._numbers = numbers
         self._generators = [generator for generator, _ in recording.draws]
-        self._classes = [kind_of(numbers.values[x.position]) for x in numbers.live]
         self.reached = recording.after
+        self._scalars = Scalars(numbers, self.reached)
         self._wiring = wiring = wire(recording, before, installed)
         self._state = wiring.state()
         self.gradients = wiring.gradients([recording.gradients, pattern], installed)
@@ -147,20 +146,11 @@ class Replay:
                 return False
         return self._state.can_be_read()
 
-    def numbers(self) -> list[Any] | None:
+    def numbers(self) -> Lists | None:
         """The program's numbers without new seeds; None if one is of another kind now."""
-        values = list(self._numbers.values)
-        fresh: dict[int, Any] = {}
-        for live, kind in zip(self._numbers.live, self._classes):
-            number = live.form(*(self.reached.number(p) for p in live.paths))
-            if kind_of(number) != kind:
-                return None
-            if fresh.setdefault(live.position, number) != number:
-                return None
-            values[live.position] = number
-        return values
+        return self._scalars.now()
 
-    def __call__(self, arguments: Sequence[XLAShardedTensor], numbers: list[Any]) -> Any:
+    def __call__(self, arguments: Sequence[XLAShardedTensor], numbers: Lists) -> Any:
         """Starts the program, and returns what the call returns. Does not wait.
 
         Args:
@@ -172,11 +162,10 @@ class Replay:
         """
         if self._generators:
             seeds = [random_stream.draw(generator) for generator in self._generators]
-            for position, draw in self._numbers.seeds:
-                numbers[position] = seeds[draw]
+            numbers = self._scalars.seeded(numbers, seeds)
         return execution.in_step(lambda: self._run(arguments, numbers))
 
-    def _run(self, arguments: Sequence[XLAShardedTensor], numbers: list[Any]) -> Any:
+    def _run(self, arguments: Sequence[XLAShardedTensor], numbers: Lists) -> Any:
         interrupts.protect()
         with recorders.lock, counters.timed(counters.Activity.PLANNING):
             if self.gradients.take_renewed():
@@ -199,7 +188,7 @@ class Replay:
         found += [arguments[index] for _, index, _ in self._written_arguments]
         return [t for t in found if not t.is_inference()]
 
-    def _start(self, arguments: Sequence[XLAShardedTensor], numbers: list[Any]) -> list[Any]:
+    def _start(self, arguments: Sequence[XLAShardedTensor], numbers: Lists) -> list[Any]:
         """Starts the program. Its inputs are nobody's when this returns."""
         arrays = self._state.arrays()
         read = []
@@ -208,12 +197,11 @@ class Replay:
                 other = arguments[other]._handle.storage.value
             read.append(other)
             arrays.insert(i, other.data if other.placement is target else convert(other, target))
-        scalars = start.by_kind(numbers)
         if config.compare_processes_every_s is not None:
-            fingerprint.note(self._key, self._program, scalars)
+            fingerprint.note(self._key, self._program, numbers)
         index_checks.note_read(parked.newest.checked)
         try:
-            results = start.start(self._program, read, arrays, scalars, self._lines)
+            results = start.start(self._program, read, arrays, numbers, self._lines)
         except BaseException:
             self._state.give_back()  # the program may have taken over their buffers
             raise

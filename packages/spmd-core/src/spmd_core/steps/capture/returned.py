@@ -61,6 +61,7 @@ class Returned:
             if isinstance(grad, XLAShardedTensor)
         }
         self._tree = recording.outcome.tree
+        self._is_leaf = self._tree.is_leaf()
         self._leaves = [
             _returned(leaf, numbers, given, arguments, grads) for leaf in recording.outcome.leaves
         ]
@@ -83,7 +84,7 @@ class Returned:
                 storage.value.checked = checked
             made.append(storage)
         leaves = [returned(arguments, made) for returned in self._leaves]
-        return _pytree.tree_unflatten(leaves, self._tree)
+        return leaves[0] if self._is_leaf else _pytree.tree_unflatten(leaves, self._tree)
 
 
 def _returned(
