@@ -8,7 +8,7 @@ from benchmarks.compile_once import INPUT, RECORDED, run
 
 @pytest.mark.slow
 def test_the_recipe_compiles_its_step_once() -> None:
-    """Its own tests count what it compiles as it is."""
+    """What it compiles as it is, `examples/gpt2/tests/test_train.py` counts in the default tier."""
     kinds = by_tier((RECORDED,), in_all=(INPUT, RECORDED))
     found = {kind: run(kind, "smoke", 2) for kind in kinds}
     assert {kind: of["programs"] for kind, of in found.items()} == {

@@ -9,7 +9,7 @@ from tiers import exhaustive
 
 import spmd_core as spmd
 from benchmarks.opinfo import samples
-from benchmarks.partitioner import examination, programs
+from benchmarks.partitioner import programs
 from benchmarks.partitioner.chain_draws import MAKERS, Step
 from benchmarks.partitioner.chains import Chain, Chains
 from benchmarks.partitioner.examination import examine
@@ -54,13 +54,8 @@ def test_the_values_are_eager_torchs(name: str, mesh: int, seed: int) -> None:
     entry = Entry(ENTRIES[name])
     answer = examine(entry, mesh, [seed] if entry.samples else [])
     assert answer.failures == []
-
-
-@pytest.mark.filterwarnings("ignore:`nn.functional.upsample_nearest` is deprecated")
-def test_what_was_once_wrong_is_still_drawn() -> None:
-    for name, mesh, seed in ONCE_WRONG:
-        entry = Entry(ENTRIES[name])
-        assert examination._expected(entry, entry.draw(mesh, seed)) is not None, name
+    # What was once wrong is still drawn.
+    assert (name, mesh, seed) not in ONCE_WRONG or answer.num_programs == 1
 
 
 def test_a_wrong_value_is_found_and_reduced() -> None:

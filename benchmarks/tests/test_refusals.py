@@ -21,7 +21,6 @@ NAMES = [
 ]
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_refused_is_what_eager_torch_refuses(name: str) -> None:
     counts, found = refusals.examine(ENTRIES[name])

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +31,7 @@ def assert_equal_states(on_device, expected):
 @pytest.mark.one_device
 @pytest.mark.parametrize(
     ("options", "width"),
-    [({}, 12), ({"backend": "openxla"}, 16), ({"backend": "aot_eager"}, 16)],
+    [({}, 12), exhaustive({"backend": "openxla"}, 16), ({"backend": "aot_eager"}, 16)],
     ids=["default", "openxla", "aot_autograd"],
 )
 def test_training_with_running_statistics(options, width, mesh_2d):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from tiers import crossed
+from tiers import crossed, exhaustive
 
 import spmd_core as spmd
 from spmd_core.errors import ControlFlowError, SpmdError
@@ -99,7 +99,7 @@ def test_a_step(make, attention):
     torch.testing.assert_close(actual.logits.cpu(), expected.logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, t5])
+@pytest.mark.parametrize("make", [exhaustive(gpt2), llama, t5])
 def test_hidden_states(make):
     right, mine = pair(make)
     given = {**inputs(make), "output_hidden_states": True}

@@ -9,7 +9,7 @@ import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from children import figures
 from tensor_parallel_models import Attention, FeedForward, Transformer, plan
-from tiers import crossed
+from tiers import crossed, exhaustive
 
 import spmd_core as spmd
 from spmd_core.dtensor import (
@@ -80,7 +80,7 @@ def test_torchs_own_function_on_a_mesh_of_this_type(mesh):
     compared(right, ours, mesh)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize("kind", [exhaustive("tensor"), "sequence"])
 def test_fsdp_beside_tensor_parallelism(mesh, kind):
     """Each gets its slice of one mesh, as in torch."""
     torch.manual_seed(0)

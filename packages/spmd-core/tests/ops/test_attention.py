@@ -108,7 +108,7 @@ def test_shapes(block, name, is_causal):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float64, exhaustive(torch.float16), exhaustive(torch.float32)]
+    "dtype", [torch.bfloat16, *map(exhaustive, [torch.float64, torch.float16, torch.float32])]
 )
 def test_dtypes(block, dtype):
     query, key, value, mask = tensors(dtype, *SHAPES["wide values"], (3, 11, 17))

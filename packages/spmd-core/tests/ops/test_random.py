@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tiers import exhaustive
 
 from oracle import check, lower
 from spmd_core import dtypes
@@ -312,7 +313,9 @@ def test_poisson_and_binomial() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, exhaustive(torch.float64), torch.bfloat16], ids=str
+)
 def test_multinomial_with_replacement(dtype: torch.dtype) -> None:
     weights = torch.tensor([[0.0, 1, 0, 3, 0], [2, 0, 2, 4, 0]]).to(dtype)
     got = sample(

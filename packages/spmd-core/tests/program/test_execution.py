@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from tiers import crossed
+from tiers import crossed, exhaustive
 from torch import nn
 
 import spmd_core as spmd
@@ -425,7 +425,7 @@ def test_reading_counts_and_metrics_print():
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, exhaustive(torch.bfloat16)], ids=str)
 def test_initialisation_takes_the_memory_of_the_shards(dtype, mesh_1d, mesh_2d, num_devices):
     def model(mesh, *spec):
         with torch.device("xla"):
