@@ -296,15 +296,17 @@ def test_accumulated_gradients_are_reduced_once(
 
 
 @pytest.mark.slow
-def test_the_sample_of_the_readme() -> None:
+def test_the_sample_of_the_readme(num_devices: int, capsys: pytest.CaptureFixture[str]) -> None:
+    if num_devices != 8:
+        pytest.skip("the sample has eight devices")
     (sample,) = re.findall(
         r"```python\n(.*?)```",
         (ROOT / "examples" / "gpt2" / "README.md").read_text(),
         flags=re.DOTALL,
     )
-    done = fresh.run(["-c", sample], environment(), folder=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    loss, tokens_per_s, share, peak_bytes = map(float, done.stdout.splitlines()[-1].split())
+    exec(sample, {})
+    printed = capsys.readouterr().out.splitlines()
+    loss, tokens_per_s, share, peak_bytes = map(float, printed[-1].split())
     assert loss < 6.0
     assert min(tokens_per_s, share, peak_bytes) > 0
 

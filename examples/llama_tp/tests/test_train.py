@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 from tiers import exhaustive
 
@@ -137,25 +134,14 @@ def test_the_command_line(cache_dir: str, tmp_path: Path) -> None:
     assert len(report["losses"]) == 3 and set(report["mfu"]) == {"6N", "6N+12LdS", "6N+6LdS"}
 
 
-@pytest.mark.parametrize("device", ["cpu", exhaustive("xla")])
-def test_the_sample_of_the_readme(
-    device: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In eager torch, whose losses those of a mesh are; GPT-2's runs as it stands."""
+def test_the_sample_of_the_readme(num_devices: int, capsys: pytest.CaptureFixture[str]) -> None:
+    if num_devices != 8:
+        pytest.skip("the sample has eight devices")
     text = (ROOT / "examples" / "llama_tp" / "README.md").read_text()
     (sample,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    if device == "cpu":
-        known = 'mesh="tensor=8", devices=8, sequence_parallel=True'
-        assert sample.count(known) == 1
-        exec(sample.replace(known, f"device='cpu', cache_dir={cache_dir!r}, progress=False"), {})
-        loss, per_s, peak = capsys.readouterr().out.splitlines()[-1].split()
-        assert float(loss) < 6.2 and float(per_s) > 0 and peak == "None"  # no program
-        return
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = fresh.run(["-c", sample], {**os.environ, **paths}, folder=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    numbers = [*map(float, done.stdout.splitlines()[-1].split())]
-    assert numbers[0] < 6.2 and min(numbers[1:]) > 0
+    exec(sample, {})
+    loss, per_s, peak = map(float, capsys.readouterr().out.splitlines()[-1].split())
+    assert loss < 6.2 and min(per_s, peak) > 0
 
 
 @pytest.mark.parametrize(
