@@ -59,6 +59,20 @@ def test_a_program_that_is_left_to_jax(monkeypatch):
     assert program._execute == program._call
 
 
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
+def test_jaxs_search_for_nan_and_infinities_goes_on(setting):
+    x = torch.zeros(3).to("xla") if setting == "jax_debug_nans" else torch.ones(3).to("xla")
+    zero = torch.zeros(3).to("xla")
+    assert not (x / zero).isfinite().any()
+    jax.config.update(setting, True)
+    try:
+        with pytest.raises(Exception, match=setting.removeprefix("jax_debug_")[:3]):
+            (x / zero).cpu()
+    finally:
+        jax.config.update(setting, False)
+    assert not (x / zero).cpu().isfinite().any()
+
+
 def test_an_input_without_data_is_an_error():
     w = torch.arange(6.0).to("xla")
     step = spmd.compile(lambda x: x * w, capture=True)

@@ -115,7 +115,10 @@ class Program:
                     "deleted, or that a jitted function took over. Load it again, and pass jax a "
                     "copy."
                 )
-            *results, token = self._execute([*packed, *leaves])
+            # For these settings, jax's own call looks at all results, and raises.
+            is_looked_at = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+            execute = self._call if is_looked_at else self._execute
+            *results, token = execute([*packed, *leaves])
         except TypeError:
             if any(isinstance(x, AbstractArray) for x in leaves):
                 refuse_mixed(self.record)
