@@ -85,6 +85,14 @@ def test_what_a_step_reads_is_drawn_by_its_program():
     torch.testing.assert_close(total.cpu(), sum(x.cpu().cos() for x in noise))
 
 
+def test_shapes_are_no_sizes_that_grow():
+    known = _compiled()
+    drawn = [torch.randn(size, 3, device="xla") for size in range(4, 10) for _ in range(NUM)]
+    spmd.sync()
+    assert _compiled() == known + 6 and not spmd.metrics.counter("growing_sizes_refused")
+    assert all(x._handle.value.placement.room is None for x in drawn)
+
+
 def test_parts_of_a_draw_and_views_of_it():
     def padded():
         x = torch.randn(4, 3, device="xla")

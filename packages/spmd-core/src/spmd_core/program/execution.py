@@ -93,7 +93,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
             try:
                 if this_thread.cut_guard is None:  # a region of `steps.compile` has one program
                     for storage in alike_draws(live):
-                        _execute([storage], donates=False)
+                        _execute([storage], donates=False, grows=False)
                 _execute(_missing(live))
             except ProcessError:  # nothing was started, and smaller programs would not help
                 _request(live)
@@ -234,13 +234,14 @@ def _missing(live: list[Storage]) -> list[Storage]:
     return [storage for storage in live if storage.value.data is None]
 
 
-def _execute(live: list[Storage], *, donates: bool = True) -> None:
+def _execute(live: list[Storage], *, donates: bool = True, grows: bool = True) -> None:
     """Starts the program that computes these storages, if any, and stores its results.
 
     Args:
         live: the storages.
         donates: whether no other pending operation reads the same leaves, so that this program may
             take over their buffers.
+        grows: whether its sizes may be some of many that share a program.
     """
     if not live:
         return
@@ -270,7 +271,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     key, bounded = planned.key, None
     try:
         if program is None:
-            bounded = _bounded(planned)
+            bounded = _bounded(planned) if grows else None
             if bounded is not None:
                 key, targets = bounded.key, bounded.targets
                 ints.append(bounded.number)

@@ -116,7 +116,8 @@ class Program:
                     "copy."
                 )
             # For these settings, jax's own call looks at all results, and raises.
-            is_looked_at = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+            settings: Any = jax.config
+            is_looked_at = settings.jax_debug_nans or settings.jax_debug_infs
             execute = self._call if is_looked_at else self._execute
             *results, token = execute([*packed, *leaves])
         except TypeError:
