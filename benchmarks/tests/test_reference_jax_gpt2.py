@@ -101,7 +101,7 @@ def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
         # for rounding, as that of the keys' bias, or cancels.
         decides = p.grad.abs().numpy() > 1e-7
         assert decides.mean() > 0.6, name
-        np.testing.assert_allclose(own[decides], expected[decides], atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(own[decides], expected[decides], atol=1e-5, err_msg=name)
 
 
 def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
