@@ -6,6 +6,7 @@ from tiers import by_tier
 from benchmarks.compile_once import INPUT, RECORDED, run
 
 
+@pytest.mark.exhaustive  # the recipe's own tests count its programs
 @pytest.mark.slow
 def test_the_recipe_compiles_its_step_once() -> None:
     """What it compiles as it is, `examples/gpt2/tests/test_train.py` counts in the default tier."""

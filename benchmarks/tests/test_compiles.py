@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jax import lax
-from tiers import by_tier, crossed
+from tiers import TIER, by_tier, crossed
 
 import spmd_core as spmd
 from benchmarks.compiles.outcomes import Outcome, Status, examine
@@ -68,16 +68,15 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_slice_compiles_for_tpu(tmp_path: Path) -> None:
     """What TPUs lack runs on the host: eigenvalues of general matrices."""
+    ops = by_tier((NAMES[0], "linalg_eig"), in_all=(*NAMES[::2], "linalg_svd", "linalg_eig"))
     stored = run(
         tmp_path,
-        *(
-            "--ops",
-            ",".join([*NAMES[:: by_tier(len(NAMES), in_all=2)], "linalg_svd", "linalg_eig"]),
-        ),
+        *("--ops", ",".join(ops)),
         *("--dtypes", "float32", "--samples", "1", "--jobs", "1"),
     )
     assert stored["overloads"]["aten::linalg_eig"] == "host"
-    assert stored["overloads"]["aten::_linalg_svd"] == "compiles"
+    if TIER == "all":  # `ops/test_linalg.py` runs what TPUs compute
+        assert stored["overloads"]["aten::_linalg_svd"] == "compiles"
     assert "not" not in stored["overloads"].values()
 
 

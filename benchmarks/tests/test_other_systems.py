@@ -44,6 +44,7 @@ def writing(found: dict[str, Any]) -> str:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_program_runs_here_and_its_losses_are_those_of_eager_torch() -> None:
     words = [word for name, n in SMALL.items() for word in (f"--{name}", str(n))]

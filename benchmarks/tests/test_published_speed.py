@@ -6,6 +6,7 @@ import pytest
 from benchmarks.published import speed
 
 
+@pytest.mark.exhaustive
 def test_the_job_is_timed_in_its_process() -> None:
     with speed.Probe() as probe:
         assert all(0 < probe.seconds() < 60 for _ in range(2))

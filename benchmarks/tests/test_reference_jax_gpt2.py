@@ -140,6 +140,7 @@ def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPT-2 smoke on one device" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_program_in_the_cache_on_disk_is_compiled_again(tmp_path: Path) -> None:
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

@@ -184,10 +184,10 @@ def expected(cache_dir: str) -> Any:
     ("strategy", "mesh"),
     [
         ("spmd --scan", "fsdp=4,tensor=2"),
-        ("fsdp", "data=2,fsdp=4"),
         ("pipeline", "pipe=2,fsdp=2,tensor=2"),
         # `test_one_program.py` trains on one device, `test_packed.py` with ddp, and the odd sizes
         # below have the blocks one by one.
+        exhaustive("fsdp", "data=2,fsdp=4"),
         exhaustive("spmd", ""),
         exhaustive("ddp", "data=2"),
         exhaustive("spmd", "fsdp=4,tensor=2"),

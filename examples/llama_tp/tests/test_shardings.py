@@ -66,8 +66,9 @@ def test_where_parameters_lie(eight: None) -> None:
     "mesh",
     [
         "tensor=8",
+        "fsdp=2,context=2,tensor=2",
         *map(exhaustive, ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "data=4,tensor=2"]),
-        *("fsdp=2,context=2,tensor=2", "context=8"),
+        exhaustive("context=8"),
     ],
 )
 def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:

@@ -74,7 +74,10 @@ def test_one_device_has_the_losses_of_eager_torch(
             "scan": True,
         },
         exhaustive({"mesh": "data=2,context=4"}),
-        {"mesh": "fsdp=2,context=2,tensor=2", "sequence_parallel": True, "remat": "full"},
+        # As `test_shardings.py` has the gradients of this mesh.
+        exhaustive(
+            {"mesh": "fsdp=2,context=2,tensor=2", "sequence_parallel": True, "remat": "full"}
+        ),
     ],
     ids=[
         "TP",
@@ -114,6 +117,7 @@ def test_bf16_is_close_to_fp32(
     assert report.losses != expected.losses
 
 
+@pytest.mark.exhaustive  # as the others, and test_minimal.py
 def test_a_run_resumes_on_another_mesh(
     cache_dir: str, tmp_path: Path, expected: Any, num_devices: int
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_folder_is_the_model_that_transformers_reads(downloaded: Path) -> None
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive  # test_lora.py trains from a folder
 def test_training_goes_on_from_a_folder_on_any_mesh(
     downloaded: Path, num_devices: int, tmp_path: Path
 ) -> None:

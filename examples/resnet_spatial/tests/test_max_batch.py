@@ -105,6 +105,7 @@ def test_what_a_search_refuses(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive  # the search is tested above
 def test_the_search_of_a_mesh_in_its_process() -> None:
     config = TrainConfig(model="smoke", mesh="data=2", image_size=32, data="fake", classes=10)
     batch, points = max_batch._in_process(config, "", 2**24, 2)

@@ -54,10 +54,10 @@ def report_of(path: Path, *arguments: str, devices: int, mesh: str) -> dict[str,
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
-        (8, "height=8"),
-        # `test_one_program.py` trains on one device, and the resumed run below on this mesh.
-        exhaustive(1, ""),
+        (1, ""),
+        # The resumed run below is on this mesh.
         exhaustive(8, "data=2,height=2,width=2"),
+        exhaustive(8, "height=8"),
         exhaustive(8, "height=4,width=2"),
     ],
 )

@@ -126,6 +126,15 @@ def test_a_stop_ends_the_run_with_a_save(
     assert "interrupted: ending after step 2 of 5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_why_a_step_is_recorded_at_each_call_is_said(
+    captures: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Config, "recorded_because", lambda _: "it draws masks")
+    of_run(device="xla", capture=captures)
+    assert ("step   recorded at each call: it draws masks" in capsys.readouterr().out) == captures
+
+
 def test_a_save_that_fails_on_the_way_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def writing(folder: Path) -> dict[str, Any]:
         ("spmd", "fsdp=4,tensor=2"),
         exhaustive("fsdp", "data=2,fsdp=4"),
         ("ddp", "data=8"),
-        ("pipeline", "pipe=2,data=4"),
+        exhaustive("pipeline", "pipe=2,data=4"),
     ],
 )
 def test_gpt2(

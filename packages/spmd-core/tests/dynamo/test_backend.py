@@ -31,7 +31,7 @@ def assert_equal_states(on_device, expected):
 @pytest.mark.one_device
 @pytest.mark.parametrize(
     ("options", "width"),
-    [({}, 12), exhaustive({"backend": "openxla"}, 16), ({"backend": "aot_eager"}, 16)],
+    [({}, 12), *(exhaustive({"backend": name}, 16) for name in ("openxla", "aot_eager"))],
     ids=["default", "openxla", "aot_autograd"],
 )
 def test_training_with_running_statistics(options, width, mesh_2d):

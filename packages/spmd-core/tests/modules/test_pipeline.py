@@ -68,6 +68,7 @@ def test_loss_and_gradients_are_those_of_eager_torch(axes, schedule, m, rows, nu
     assert first.partition_spec[0] == "pipe"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.one_device
 @pytest.mark.parametrize("schedule", [exhaustive("gpipe"), "1f1b"])
 def test_on_one_axis_of_all_devices(num_devices, schedule):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from tiers import crossed, exhaustive
+from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.errors import ControlFlowError, SpmdError
@@ -77,7 +77,13 @@ def on_device(given):
 
 @pytest.mark.parametrize(
     ("make", "attention"),
-    crossed([gpt2, llama, bert, vit, t5], ["sdpa", "eager"]),
+    [
+        (llama, "sdpa"),
+        (vit, "eager"),
+        (t5, "sdpa"),
+        *(exhaustive(make, "sdpa") for make in (gpt2, bert, vit)),
+        *(exhaustive(make, "eager") for make in (gpt2, llama, bert, t5)),
+    ],
 )
 def test_a_step(make, attention):
     """The loss, logits and all gradients, in training mode; and values in eval mode."""
@@ -99,7 +105,7 @@ def test_a_step(make, attention):
     torch.testing.assert_close(actual.logits.cpu(), expected.logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [exhaustive(gpt2), llama, t5])
+@pytest.mark.parametrize("make", [exhaustive(gpt2), llama, exhaustive(t5)])
 def test_hidden_states(make):
     right, mine = pair(make)
     given = {**inputs(make), "output_hidden_states": True}

@@ -57,7 +57,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize(("write", "view"), crossed(WRITES, [*VIEWS], rounds=3))
+@pytest.mark.parametrize(("write", "view"), crossed(WRITES, [*VIEWS], rounds=2))
 def test_a_block_that_reads_what_it_is_written_into(write, view):
     """Alone, after another write and before one; each is a program of its own."""
 

@@ -305,7 +305,7 @@ def test_cross() -> None:
     [
         (torch.complex128, True),
         (torch.complex128, False),
-        (torch.float64, True),
+        exhaustive(torch.float64, True),
         exhaustive(torch.float64, False),
     ],
 )

@@ -246,6 +246,7 @@ def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xl
     assert known == whole
 
 
+@pytest.mark.exhaustive
 @LIBTPU
 def test_the_size_of_the_code_is_counted_if_asked(without_xla_flags):
     def infer() -> None:

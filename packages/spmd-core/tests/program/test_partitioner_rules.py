@@ -197,9 +197,10 @@ def test_a_reshape_beside_a_split_dim_of_one_element(of_result, computed):
     assert ours.partition_spec == (None, "x", None, "y") and torch.equal(ours.cpu(), x)
 
 
-@pytest.mark.parametrize("marks", ["input", "result", "both"])
-@pytest.mark.parametrize("size", [4, 5, 8])
-@pytest.mark.parametrize("count", [2, exhaustive(4), 8])
+@pytest.mark.parametrize(
+    ("count", "size", "marks"),
+    crossed([2, 4, 8], [4, 5, 8], ["input", "result", "both"], rounds=3),
+)
 def test_a_padding_that_cuts_elements_off(count, size, marks):
     mesh = axis(count)
     x = torch.arange(1.0, size + 1)

@@ -323,6 +323,7 @@ def agree(ours, right, *, atol: float = 2e-4) -> None:
     torch.testing.assert_close(ours[1], right[1], rtol=1e-3, atol=atol)
 
 
+@pytest.mark.exhaustive  # test_dropout_drops_the_same_as_one_by_one
 @pytest.mark.slow
 def test_a_language_model_with_dropout_is_the_same_as_one_by_one(monkeypatch):
     """In one process, with loops and then without: the latter finds no parameter in a stack."""

@@ -107,9 +107,7 @@ MARKS = [None, ("a", None), ("a", "b"), (None, ("a", "b"))]
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize(
-    ("name", "marks", "width"), crossed([*OPTIMIZERS], MARKS, [6, 8], rounds=2), ids=str
-)
+@pytest.mark.parametrize(("name", "marks", "width"), crossed([*OPTIMIZERS], MARKS, [6, 8]), ids=str)
 def test_training_has_one_program_whose_state_lies_stacked(name, marks, width, num_devices):
     if marks is not None and num_devices != 8:
         pytest.skip("the marks are for a mesh of 4 x 2")

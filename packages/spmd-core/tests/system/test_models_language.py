@@ -156,6 +156,7 @@ def test_three_steps_of_adamw_equal_eager_torch(make, mesh_1d, monkeypatch):
     check_training(model, batch, mesh_1d, optimizer=adamw)
 
 
+@pytest.mark.exhaustive  # test_one_program.py trains with dropout
 @pytest.mark.slow
 def test_a_model_with_dropout_learns(mesh_1d, num_devices, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)

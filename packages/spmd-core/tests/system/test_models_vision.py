@@ -102,7 +102,9 @@ def hf_clip():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [hf_resnet, hf_vit, exhaustive(hf_convnext), exhaustive(hf_clip)])
+@pytest.mark.parametrize(
+    "make", [exhaustive(hf_resnet), hf_vit, exhaustive(hf_convnext), exhaustive(hf_clip)]
+)
 def test_three_steps_of_transformers(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     model, batch = make()
