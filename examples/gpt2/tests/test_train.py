@@ -183,10 +183,10 @@ def expected(cache_dir: str) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
-        ("spmd --scan", "fsdp=4,tensor=2"),
         ("pipeline", "pipe=2,fsdp=2,tensor=2"),
-        # `test_one_program.py` trains on one device, `test_packed.py` with ddp, and the odd sizes
-        # below have the blocks one by one.
+        # `test_one_program.py` trains on one device, `test_packed.py` with ddp, the odd sizes below
+        # have a split along fsdp, and the Llama recipe has tensor parallelism and a scan.
+        exhaustive("spmd --scan", "fsdp=4,tensor=2"),
         exhaustive("fsdp", "data=2,fsdp=4"),
         exhaustive("spmd", ""),
         exhaustive("ddp", "data=2"),

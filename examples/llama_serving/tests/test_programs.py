@@ -60,6 +60,7 @@ def test_tokens_are_those_of_generate(
     check(programs, expected)
 
 
+@pytest.mark.exhaustive  # test_engine.py has heads that it does not
 def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int) -> None:
     save_tiny_model(tmp_path, kv_heads=8)
     model = LlamaForCausalLM.from_pretrained(tmp_path).eval()

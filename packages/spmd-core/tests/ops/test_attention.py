@@ -135,7 +135,7 @@ MASKS = [
 
 
 # One of each kind in the default tier: whole, broadcast in rows, in columns, and to heads.
-TYPICAL_MASKS = [(2, 3, 11, 17), (11, 1), (17,), (2, 1, 1, 17)]
+TYPICAL_MASKS = [(2, 3, 11, 17), (11, 1), (2, 1, 1, 17)]
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,8 @@ CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
 def test_the_elements_are_those_without_padding(name):
     function, shapes = CASES[name]
     case = Padded(function, shapes)
-    for number in by_tier((17, BOUND), in_all=(SECOND, 17, BOUND)):
+    fewer = (17,) if [*CASES].index(name) % 2 else (BOUND,)
+    for number in by_tier(fewer, in_all=(SECOND, 17, BOUND)):
         case.check(number)
 
 

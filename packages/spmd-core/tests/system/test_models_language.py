@@ -133,7 +133,7 @@ def whisper():
 
 
 # What the others have beside a Llama is in `ops/`, as all that models compute.
-MODELS = [llama, *map(exhaustive, [qwen3, gemma, phi]), deepseek_v3, mamba, t5, whisper]
+MODELS = [llama, *map(exhaustive, [qwen3, gemma, phi, t5]), deepseek_v3, mamba, whisper]
 MODELS += [gemma2, gemma3] if os.environ.get("SPMD_ALL_MODELS") else []
 
 

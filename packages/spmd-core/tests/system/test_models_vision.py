@@ -235,7 +235,7 @@ def segmentation_loss(model, batch):
 
 
 CLASSIFIERS = [
-    small_mobilenet_v3,
+    exhaustive(small_mobilenet_v3),
     exhaustive(small_efficientnet),
     exhaustive(densenet),
     exhaustive(shufflenet),

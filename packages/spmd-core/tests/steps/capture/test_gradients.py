@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import by_tier
 from torch import nn
 
 import spmd_core as spmd
@@ -130,7 +131,7 @@ def backward(loop):
 CHANGES = (drop, zero, keep, keep_view, drop_one, give_one, scale, freeze, read, backward)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=by_tier(6, in_all=24), deadline=None)
 @given(st.lists(st.one_of(st.booleans(), st.sampled_from(CHANGES)), min_size=6, max_size=16))
 def test_any_loop(actions):
     loops = [Loop(capture) for capture in (True, False)]
