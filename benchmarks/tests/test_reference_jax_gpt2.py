@@ -83,7 +83,7 @@ def jax_steps(
 
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "recomputes"),
-    [exhaustive(1, 1, False), exhaustive(8, 1, True), (4, 2, True), (2, 4, False)],
+    [exhaustive(1, 1, False), exhaustive(8, 1, True), (4, 2, True), exhaustive(2, 4, False)],
 )
 def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
     if fsdp * tensor > jax.device_count():
@@ -104,6 +104,7 @@ def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
         np.testing.assert_allclose(own[decides], expected[decides], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
     setup = program.Setup(TINY, batch=16, dtype=jnp.float32)
     ids = np.tile(batch()[0], (2, 1))
@@ -129,6 +130,7 @@ def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
     np.testing.assert_allclose(gradient, weight.grad.numpy(), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_near_torchs_autocast() -> None:
     _, initial, expected = torch_steps(1, dtype=torch.bfloat16)
     _, found = jax_steps(program.Setup(TINY, batch=8), initial, 1)

@@ -190,6 +190,7 @@ def recorded(
     return [json.loads(line) for line in lines], ended
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_run_sees_every_sequence_once_on_two_processes(
     cache_dir: str, texts: str, tmp_path: Path

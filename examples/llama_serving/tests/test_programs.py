@@ -149,6 +149,7 @@ def test_prompts_that_are_computed_together(
     assert spmd.metrics.counter("compiles") == compiles
 
 
+@pytest.mark.exhaustive
 def test_recorded_steps_have_the_tokens_of_captured_ones(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, kv_heads=8)
     captured = make_programs(tmp_path, one_by_one=True)

@@ -169,6 +169,7 @@ def test_what_sequence_and_loss_parallelism_save(eight: None) -> None:
     assert found["layer False"] - found["layer True"] > 7 / 8 * 3.5 * hidden
 
 
+@pytest.mark.exhaustive
 def test_without_loss_parallelism_the_logits_are_gathered(eight: None) -> None:
     """With it they are not: above, nothing as large moves."""
     grid = spmd.parse_mesh("data=2,tensor=4", 8)

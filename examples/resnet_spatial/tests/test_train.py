@@ -54,9 +54,9 @@ def report_of(path: Path, *arguments: str, devices: int, mesh: str) -> dict[str,
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
-        (1, ""),
-        # The resumed run below is on this mesh.
+        # A resumed run below is on this mesh, and compared with eager torch as well.
         exhaustive(8, "data=2,height=2,width=2"),
+        exhaustive(1, ""),
         exhaustive(8, "height=8"),
         exhaustive(8, "height=4,width=2"),
     ],

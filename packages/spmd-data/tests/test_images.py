@@ -64,6 +64,7 @@ def test_the_programs_own_draws_stay_as_they_are() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_pixels_do_not_depend_on_the_workers() -> None:
     loader = sharded_dataloader(augmented(), None, None, batch_size=8, num_workers=2)

@@ -328,6 +328,7 @@ def test_trainer_trains_evaluates_saves_and_predicts(tmp_path):
         assert torch.equal(a, b.cpu())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_trainer_resumes_where_it_was(tmp_path):
     # GPT-2 has dropout and tied weights: the random state must be restored, and tied weights are
@@ -421,6 +422,7 @@ accelerator.print(
 """
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_its_own(num_devices):
     # Except on a TPU, Accelerate reads from LOCAL_RANK whether this process prints; its launcher
     # sets the variable.

@@ -238,6 +238,7 @@ def test_lines_are_remembered_where_only_recording_is_inside():
     assert compile_cache.keys()[-1].origins[-1].line == line_of("inside") and y is not None
 
 
+@pytest.mark.exhaustive
 def test_the_cache_on_disk_does_not_hand_out_a_program_without_lines(tmp_path):
     code = """
 import torch, spmd_core as spmd

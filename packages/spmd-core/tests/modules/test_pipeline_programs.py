@@ -34,6 +34,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches(num_devices):
     """Microbatches have one size, so 4 of them are twice the batch."""

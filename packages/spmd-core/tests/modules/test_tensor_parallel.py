@@ -175,6 +175,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_sequence_parallelism_saves_memory(eight):
     """What a block keeps between its layers is in shards."""
     found = figures(_FIGURES)

@@ -79,6 +79,7 @@ print([(torch.ones(3, device="xla") + 1).sum().item(), len(topology.find_topolog
     assert children.figures(program, warns=False) == [6.0, 4]
 
 
+@pytest.mark.exhaustive
 @LIBTPU
 @pytest.mark.slow
 def test_a_profile_after_a_plan_does_not_end_the_process(tmp_path):

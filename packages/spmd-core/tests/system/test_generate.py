@@ -75,6 +75,7 @@ def test_a_static_cache_takes_three_programs(monkeypatch):
     assert model_programs() <= 3
 
 
+@pytest.mark.exhaustive
 def test_a_window_that_slides():
     check(mistral, max_new_tokens=9)  # 14 positions, of which the window has 10
 

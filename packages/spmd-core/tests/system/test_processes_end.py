@@ -38,6 +38,7 @@ def test_a_killed_process_is_named(tmp_path):
     assert "sync(wait=True)" not in errors[0]
 
 
+@pytest.mark.exhaustive  # as a killed one is
 @pytest.mark.slow
 def test_a_process_that_sleeps_is_named_with_its_line(tmp_path):
     codes, errors = run("sleep 1", tmp_path, warn_after_s=3.0, give_up_after_s=6.0)
@@ -52,6 +53,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(tmp_path):
     assert warning in errors[1]
 
 
+@pytest.mark.exhaustive  # as another path does
 @pytest.mark.slow
 def test_an_exception_reaches_the_others(tmp_path):
     found = process_faults.run("exception 1", tmp_path)

@@ -95,6 +95,7 @@ def test_an_unknown_platform_is_refused():
     assert "PJRT_DEVICE must be one of" in result.stderr and "got 'QUANTUM'" in result.stderr
 
 
+@pytest.mark.exhaustive  # test_startup.py
 def test_the_persistent_cache_is_used(tmp_path):
     code = (
         "import torch, spmd_core as s; s.simulate(2); "
