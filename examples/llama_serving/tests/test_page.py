@@ -116,7 +116,8 @@ def test_a_prompt_is_continued_and_stopped(
         wait_idle(server.engine)
         assert server.measures.value("llama_requests_total", outcome="cancelled") == 1
         severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        assert ["401" in one["message"] for one in severe] == [True, False]  # the key was missing
+        # The key was missing, then the text too long; the address may have any digits.
+        assert ["status of 401" in one["message"] for one in severe] == [True, False]
         assert "400" in severe[1]["message"]  # the refusal
     finally:
         server.end()
