@@ -18,7 +18,7 @@ mypy and pytest, and fails if any of them fails.
             and the whole of torch's operator database
 
   SPMD_TEST_DEVICES=1|2|8   only on so many emulated devices
-  SPMD_TEST_JOBS=2          worker processes; one process where arguments are given, so that
+  SPMD_TEST_JOBS=3          worker processes; one process where arguments are given, so that
                             -s and --pdb work
   PYTHON=python3.11         the interpreter that makes .venv
 
@@ -55,8 +55,9 @@ step "ruff format" ruff format --check --quiet .
 step "codespell" codespell
 step "mypy" mypy --no-error-summary packages/*/src benchmarks examples
 
+# Three for two cores: some tests wait for processes that they start.
 workers=()
-[ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-2}" --dist worksteal)
+[ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-3}" --dist worksteal)
 # What takes long is said in CI's log, so that it is seen to grow.
 [ -z "${CI:-}" ] || workers+=(--durations=25)
 
