@@ -128,7 +128,6 @@ def test_second_derivatives(mesh_1d):
     torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.exhaustive
 def test_a_checkpoint_runs_again_as_it_ran_before(mesh_1d, num_devices):
     if num_devices == 1:
         pytest.skip("a ring of one device sends nothing")

@@ -80,7 +80,7 @@ def test_a_window_that_slides():
     check(mistral, max_new_tokens=9)  # 14 positions, of which the window has 10
 
 
-@pytest.mark.exhaustive  # test_growing_sizes.py has caches that change places
+@pytest.mark.exhaustive
 def test_beams_that_change_places():
     check(llama, num_beams=3, max_new_tokens=5)  # of 5 to 10 positions: two bounds
 
