@@ -148,7 +148,7 @@ FAULTS = (
     Fault(
         "spmd_core/steps/capture/versions.py",
         "a captured step overwrites state that a function has saved, unnoticed",
-        "if number == self._next_node != -1:",
+        "if sum(counts) == len(counts):",
         "if True:",
     ),
     # ---- dynamo, metrics -------------------------------------------------------------------------

@@ -6,13 +6,6 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.errors import CaptureError
-from spmd_core.graph import recorders
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["alone", "with threads"])
-def alone(request, monkeypatch):
-    """Whether no other thread has recorded anything, as in most programs."""
-    monkeypatch.setattr(recorders, "_num_made", 1 if request.param else 2)
 
 
 def node_of(p):

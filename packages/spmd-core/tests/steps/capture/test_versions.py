@@ -7,13 +7,6 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.graph import recorders
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["alone", "with threads"])
-def alone(request, monkeypatch):
-    """Whether no other thread has recorded anything, as in most programs."""
-    monkeypatch.setattr(recorders, "_num_made", 1 if request.param else 2)
 
 
 class Scaled(torch.autograd.Function):
@@ -28,6 +21,20 @@ class Scaled(torch.autograd.Function):
     def backward(ctx, gradient):
         (by,) = ctx.saved_tensors
         return gradient * by, None
+
+
+class OnTheHost(torch.autograd.Function):
+    """Records nothing in forward, and saves a tensor of the device."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.save_for_backward(by)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (by,) = ctx.saved_tensors
+        return gradient * by.cpu(), None
 
 
 class Attribute(torch.autograd.Function):
@@ -125,13 +132,15 @@ def test_what_nothing_shares_gets_no_version():
     assert moment._version > version and step.replayed == 5
 
 
-def test_what_another_thread_saves():
+@pytest.mark.parametrize(("function", "device"), [(Scaled, "xla"), (OnTheHost, "cpu")])
+def test_what_another_thread_saves(function, device):
+    """The second one's thread never records anything."""
     moment, step, x = trained(True)
     for _ in range(3):
         step(x)
-    v = torch.ones(3).to("xla").requires_grad_()
+    v = torch.ones(3).to(device).requires_grad_()
     made = []
-    thread = threading.Thread(target=lambda: made.append(Scaled.apply(v, moment)))
+    thread = threading.Thread(target=lambda: made.append(function.apply(v, moment)))
     thread.start()
     thread.join()
     step(x)

@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 
-from spmd_core.graph import recorders
 from spmd_core.graph.storage import Storage
 from spmd_core.steps.capture.reachable import Reached
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 # How many references torch's own code has to a tensor; Python's are one.
 use_count: Any = vars(torch._C.TensorBase)["_use_count"]
-# The number of the next node of a graph that this thread makes.
-_next_node = torch._C._autograd._get_sequence_nr
 
 
 class Shared:
     """Which of some tensors torch's own code has, too: as a rule, none.
 
-    They are asked again only when nodes of graphs were made since none was shared: a node saves
-    tensors, and leads to the node at which a gradient adds up. A thread's numbers tell, as long as
-    no other one has recorded anything.
+    All are asked each time. That a thread has made no node of a graph since would not do: another
+    one may have, also one that has recorded nothing on this device.
 
     Args:
         tensors: the tensors.
@@ -35,16 +31,11 @@ class Shared:
 
     def __init__(self, tensors: Iterable[XLAShardedTensor]) -> None:
         self._tensors = [*tensors]
-        self._next_node = -1  # when none was shared
 
     def found(self) -> list[XLAShardedTensor]:
         """Those that are shared at the moment. Does not wait."""
-        number = _next_node() if recorders.is_alone() else -1
-        if number == self._next_node != -1:
-            return []
         counts = [*map(use_count, self._tensors)]
         if sum(counts) == len(counts):
-            self._next_node = number
             return []
         return [tensor for tensor, count in zip(self._tensors, counts) if count != 1]
 
