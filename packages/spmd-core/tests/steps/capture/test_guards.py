@@ -104,6 +104,12 @@ CHANGES = {
     "training": lambda of: of.model[1].eval(),
     "attribute of a module": lambda of: setattr(of.model[0], "more", 1),
     "hook of a module": lambda of: of.model[0].register_forward_hook(print),
+    "pre-hook with keywords": lambda of: of.model[0].register_forward_pre_hook(
+        print, with_kwargs=True
+    ),
+    "hook that gets keywords later": lambda of: of.model[1]._forward_hooks_with_kwargs.update(
+        dict.fromkeys(of.model[1]._forward_hooks, True)
+    ),
     "parameter": lambda of: setattr(of.model[0], "bias", nn.Parameter(of.model[0].bias * 2)),
     "submodule": lambda of: of.model.append(nn.Identity()),
     "state of an optimizer": lambda of: moment(of).update(exp_avg=torch.zeros(3, 3).to("xla")),

@@ -24,6 +24,7 @@ import torch
 from spmd_core.errors import CaptureError
 from spmd_core.steps.capture import code_names, contents
 from spmd_core.steps.capture.code_names import is_users
+from spmd_core.steps.capture.module_hooks import GLOBAL_HOOKS, unread
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of
 
 MOST_VALUES = 200_000
@@ -47,13 +48,6 @@ _CALLABLES = (
     types.FunctionType, types.MethodType, functools.partial, type, types.MappingProxyType,
 )  # fmt: skip
 _PLAIN = (dict, OrderedDict, defaultdict, Counter, types.MappingProxyType, *_SEQUENCES)
-# Hooks of torch's that run for all modules and all optimizers.
-_GLOBAL_HOOKS = tuple(
-    (name, value)
-    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
-    for name, value in vars(sys.modules[module]).items()
-    if name.startswith("_global_") and isinstance(value, dict)
-)
 
 
 @dataclass(frozen=True)
@@ -378,15 +372,16 @@ class _Walk:
             self._of_optimizers |= {
                 id(x) for items in states for x in items if isinstance(x, torch.Tensor)
             }
-        if isinstance(value, _OWNERS) and id(_GLOBAL_HOOKS) not in self._seen:
-            self._seen.add(id(_GLOBAL_HOOKS))
-            self._wait(_GLOBAL_HOOKS)
+        if isinstance(value, _OWNERS) and id(GLOBAL_HOOKS) not in self._seen:
+            self._seen.add(id(GLOBAL_HOOKS))
+            self._wait(GLOBAL_HOOKS)
         if isinstance(value, torch.nn.Module):
             for name in ("_parameters", "_buffers", "_modules"):
                 part = attributes[name]
                 self._seen.add(id(part))
                 self.reached.mappings.append(part)
                 self._wait((f"{path}.{key}", item) for key, item in part.items())
+            self._seen |= {id(attributes[name]) for name in unread(attributes, self._known)}
             self._forward(kind)
         is_named = (
             of_user and not isinstance(value, _OWNERS) and not code_names.DYNAMIC & self._known
