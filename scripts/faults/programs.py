@@ -342,6 +342,18 @@ FAULTS = (
         "return True",
     ),
     Fault(
+        "spmd_core/program/small_state.py",
+        "a captured step keeps a stack of which it does not reach all rows",
+        "                and all(s in call.reached for s in rows)\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/program/small_state.py",
+        "gradients and arguments of a captured step become rows",
+        "if owner in call.apart or owner.committed",
+        "if owner.committed",
+    ),
+    Fault(
         "spmd_core/program/growing_sizes.py",
         "cuts that differ in their layout count as one whose size grows",
         "len(spec.shape), None if is_free else placement))",

@@ -1,13 +1,13 @@
 """What a region of the user's program, such as `steps.compile`, requires of the cuts inside it."""
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmd_core.graph.storage import Storage
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
+from spmd_core.program.small_state import CapturedCall
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class CutGuard:
             program that cannot be compiled.
         after_start: of a step that is captured: called with the plan and the program, once it was
             started and its results are those of the storages. Else None.
-        returned: of a step that is captured: returns the storages that it returns, which are
-            results of its program at each call.
+        call: returns the call of a step that is captured; None for any other region.
     """
 
     label: str
@@ -32,7 +31,7 @@ class CutGuard:
     before_program: Callable[[Key], None]
     after_program: Callable[[Key], None]
     after_start: Callable[[CutPlan, Program], None] | None = None
-    returned: Callable[[], Collection[Storage]] = tuple
+    call: Callable[[], CapturedCall | None] = lambda: None
 
 
 class _ThreadState(threading.local):

@@ -246,13 +246,11 @@ def _execute(live: list[Storage], *, donates: bool = True, grows: bool = True) -
     if not live:
         return
     guard = this_thread.cut_guard
-    is_captured = guard is not None and guard.after_start is not None
     planned = plan(
         live,
         label=_program_label(),
         donates=donates,
-        is_captured=is_captured,
-        returned=() if guard is None else guard.returned(),
+        call=None if guard is None else guard.call(),
     )
     live = planned.live
     leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers

@@ -14,10 +14,17 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
-from spmd_core.program import compile_cache, initial_state, layer_stacks, stacked_state
+from spmd_core.program import (
+    compile_cache,
+    initial_state,
+    layer_stacks,
+    small_state,
+    stacked_state,
+)
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
+from spmd_core.program.small_state import CapturedCall
 from spmd_core.program.stacked_groups import Iterations
 from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of, replicated
 from spmd_core.sharding.mesh import Mesh
@@ -106,8 +113,7 @@ def plan(
     *,
     label: str = "spmd",
     donates: bool = True,
-    is_captured: bool = False,
-    returned: Collection[Storage] = (),
+    call: CapturedCall | None = None,
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -116,9 +122,9 @@ def plan(
         label: the prefix of the program's name.
         donates: whether leaves may be donated to this program: no other pending operation reads
             them.
-        is_captured: whether the program may run again on the same constants, which are then not
-            donated. It does not name the lines of its operations, which are recorded for errors.
-        returned: storages of which each run makes new ones: no state, even if they begin here.
+        call: of a captured step: the program may run again on the same constants, which are then
+            not donated. It does not name the lines of its operations, which are recorded for
+            errors. None for any other cut.
     """
 
     def planned(groups: Sequence[Sequence[Value]] = ()) -> CutPlan:
@@ -127,8 +133,7 @@ def plan(
             groups,
             label=label,
             donates=donates,
-            is_captured=is_captured,
-            returned=returned,
+            call=call,
         )
 
     made = planned()
@@ -137,7 +142,7 @@ def plan(
     for _ in range(searches):
         if compile_cache.has(made.key):
             break
-        more = _more_groups(made, groups)
+        more = _more_groups(made, groups, () if call is None else call.apart)
         if not more and _iterations(made.recorded) == made.iterations:
             break
         groups += more
@@ -150,16 +155,21 @@ def _iterations(recorded: Sequence[Value]) -> Iterations:
     return layer_stacks.iterations(recorded) if config.fold_layers else {}
 
 
-def _more_groups(made: CutPlan, groups: Sequence[Sequence[Value]]) -> list[Sequence[Value]]:
+def _more_groups(
+    made: CutPlan, groups: Sequence[Sequence[Value]], apart: Collection[Storage]
+) -> list[Sequence[Value]]:
     """Further leaves of a new program that may become the rows of stacks.
 
     Args:
         made: the program's plan.
         groups: those with which it was planned.
+        apart: storages that stay as they are.
     """
     found: list[Sequence[Value]] = []
     if made.stacked.rows:
-        found += stacked_state.more_groups(made.live, made.nodes, made.stacked, made.iterations)
+        found += stacked_state.more_groups(
+            made.live, made.nodes, made.stacked, made.iterations, apart
+        )
     if config.fold_layers:
         found += layer_stacks.groups(
             made.key,
@@ -178,8 +188,7 @@ def _plan(
     *,
     label: str,
     donates: bool,
-    is_captured: bool,
-    returned: Collection[Storage],
+    call: CapturedCall | None,
 ) -> CutPlan:
     """`plan`, with leaves that may become the rows of stacks (`stacked_state.find`)."""
     # Not in the order of their first writes: state that begins in this cut was written earlier than
@@ -192,13 +201,17 @@ def _plan(
         elsewhere = [s for s in elsewhere if s not in mine]
         live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
         elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
-    state = initial_state.find_state(live, nodes, returned)
+    state = initial_state.find_state(live, nodes, () if call is None else call.returned)
     if state.inputs:
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
     recorded = nodes
     iterations = _iterations(recorded)
-    stacked = stacked_state.find(live, nodes, leaves, state, groups, iterations, not is_captured)
+    if call is not None:
+        small_state.take_out(live, leaves, call)
+        own = _program_devices(_marks(live, nodes, leaves), leaves)
+        groups = [*groups, *small_state.groups(live, nodes, leaves, call, own)]
+    stacked = stacked_state.find(live, nodes, leaves, state, groups, iterations, call)
     rows: dict[Value, int] = {}
     if stacked.rows or stacked.results:
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
@@ -218,7 +231,7 @@ def _plan(
     out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
     # verify() runs a program twice on the same inputs, so nothing is donated.
     kept = set(state.held.values())
-    if is_captured:
+    if call is not None:
         wholes = {stack.value for stack, _ in stacked.rows.values()}
         nobodys = (x for x in leaves if x.owner is None or x.owner() is None)
         kept |= {leaf for leaf in nobodys if leaf not in wholes}
@@ -239,7 +252,7 @@ def _plan(
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         tuple(donated),
         device_ids,
-        _origins(nodes) if source_lines.is_used() and not is_captured else (),
+        _origins(nodes) if source_lines.is_used() and call is None else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
         config.fold_layers,

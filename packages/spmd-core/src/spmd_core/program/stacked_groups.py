@@ -15,6 +15,8 @@ from spmd_core.graph.values import OpResult, Spec, Value
 # How many operations an operand is followed back to the row that it comes from, as a gradient is
 # marked, clipped and cast; and how many updates of a tensor are looked at.
 _MOST_STEPS = 16
+# So many times as large as a row is what may lie along it.
+_MOST_TIMES = 8
 
 # For each leaf that is a row, its stack and its index.
 Rows = Mapping[Value, tuple[Stack, int]]
@@ -128,7 +130,7 @@ def _along(
             uses.append((node.entry.name, position))
             for other in partners:
                 place = _place(other, rows, iterations)
-                if place is not None:
+                if place is not None and not _is_much_larger(candidate.leaf, place.along):
                     return _Place(place.along, place.index, place.count, tuple(uses))
             if node.entry.replaces and update is None:
                 update = node
@@ -138,18 +140,35 @@ def _along(
     return None
 
 
+def _is_much_larger(leaf: Value, along: Any) -> bool:
+    """Whether a tensor is none that lies along rows as small as these, such as counters of steps.
+
+    To stack it may cost more than it saves. A moment in float64 is 4 times as large as a bfloat16.
+    """
+    row: Spec | None = along.row if isinstance(along, Stack) else None
+    if isinstance(along, Value):
+        row = along.entry.outs[0]
+    return row is not None and leaf.spec.num_bytes > _MOST_TIMES * row.num_bytes
+
+
 def _partners(node: Value, operand: Value) -> tuple[int, Sequence[Value]]:
     """The position of an operand among the arguments, and the operands that belong to it.
 
     An operation on lists, such as a fused optimizer's, goes over their tensors one by one.
     """
     position = list(node.inputs).index(operand)
+    length, count = lists_of(node)
+    if length < 2:
+        return position, [x for i, x in enumerate(node.inputs) if i != position]
+    place, index = divmod(position, length)
+    return place, node.inputs[index : length * count : length]
+
+
+def lists_of(node: Value) -> tuple[int, int]:
+    """The length of the lists of tensors that an operation takes, and how many; 0 for none."""
     lists = [a for a in (node.entry.arguments or {}).values() if isinstance(a, (list, tuple))]
     lengths = [len(a) for a in lists if a and isinstance(a[0], Spec)]
-    if not lengths or lengths[0] < 2:
-        return position, [x for i, x in enumerate(node.inputs) if i != position]
-    place, index = divmod(position, lengths[0])
-    return place, node.inputs[index : lengths[0] * len(lengths) : lengths[0]]
+    return (lengths[0] if lengths else 0), len(lengths)
 
 
 def _place(value: Value, rows: Rows, iterations: Iterations) -> _Place | None:

@@ -6,8 +6,9 @@ So are stacks of state that an optimizer creates along with such parameters. A p
 new values for all rows of a stack returns them as one stack, which takes over the old one's memory.
 """
 
+import operator
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -31,9 +32,11 @@ from spmd_core.graph.stacks import (
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.subgraphs import StandIn
 from spmd_core.graph.values import OpResult, Spec, Value
+from spmd_core.program import small_state
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import convert, marked_placement, move, row_placement, stack_placement
 from spmd_core.program.program_graph import stored_shape
+from spmd_core.program.small_state import CapturedCall
 from spmd_core.program.stacked_groups import Candidate, Iterations, groups_along
 from spmd_core.runtime import buffers
 
@@ -96,7 +99,7 @@ def find(
     state: State,
     groups: Sequence[Sequence[Value]] = (),
     iterations: Iterations = MappingProxyType({}),
-    stacks_new_results: bool = True,
+    call: CapturedCall | None = None,
 ) -> StackedState:
     """Finds the stacks of a cut. Changes nothing but the leaves of `state`, which may become rows.
 
@@ -108,9 +111,11 @@ def find(
         groups: leaves that may become the rows of stacks, besides those for which a stack operation
             asks.
         iterations: values that a loop will compute, of which the gradients may be stacks.
-        stacks_new_results: whether results that replace nothing may be stacks.
+        call: of a captured step, whose small state is stacked, and whose results that replace
+            nothing are no stacks; None for any other cut.
     """
-    if not groups and not iterations and not any_made():
+    begun = [] if call is None else small_state.begun(nodes, state, call)
+    if not groups and not begun and not iterations and not any_made():
         return StackedState()
     rows: dict[Value, tuple[Stack, int]] = {}
     for leaf in leaves:
@@ -124,14 +129,21 @@ def find(
             new[stack] = group
             rows |= {leaf: (stack, i) for i, leaf in enumerate(group)}
     if rows and state.inputs:
-        rows |= _begun(nodes, state, rows, iterations)
+        rows |= _begun(nodes, state, rows, iterations, () if call is None else call.apart)
+    for group in begun:
+        rest = [leaf for leaf in group if leaf not in rows]
+        if len(rest) >= small_state.FEWEST:
+            rows |= _begin(rest, rest[0].data)
+    if call is not None:  # in the order in which later calls find them
+        position = {leaf: i for i, leaf in enumerate(leaves)}
+        rows = dict(sorted(rows.items(), key=lambda row: position.get(row[0], len(leaves))))
     before = {s: s.committed or state.first.get(s) for s in live}
     results: dict[StackStorage, Stack | None] = {}
     for stack in dict.fromkeys(stack for stack, _ in rows.values()):
         result = _result(stack, before, rows)
         if result is not None:
             results[result] = stack
-    if stacks_new_results:
+    if call is None:
         born = [s for s in live if before[s] is None]
         results |= dict.fromkeys(_unstacked_results(born, iterations))
     return StackedState(rows, new, results)
@@ -142,6 +154,7 @@ def more_groups(
     nodes: Sequence[Value],
     stacked: StackedState,
     iterations: Iterations = MappingProxyType({}),
+    apart: Collection[Storage] = (),
 ) -> list[Sequence[Value]]:
     """Leaves that are updated along with rows, as those of a loaded optimizer: they may be stacked.
 
@@ -152,10 +165,11 @@ def more_groups(
         nodes: the operations that they need.
         stacked: what `find` found.
         iterations: values that a loop will compute.
+        apart: storages that stay as they are.
     """
     candidates = []
     for storage in live:
-        leaf = storage.committed
+        leaf = None if storage in apart else storage.committed
         if leaf is not None and leaf.data is not None and leaf not in stacked.rows:
             form = (leaf.spec.logical, leaf.placement, storage.sharding)
             candidates.append(Candidate(leaf, leaf, form))
@@ -168,6 +182,7 @@ def _begun(
     state: State,
     rows: Mapping[Value, tuple[Stack, int]],
     iterations: Iterations,
+    apart: Collection[Storage],
 ) -> dict[Value, tuple[Stack, int]]:
     """Stacks the leaves of state that begins along with the rows of stacks.
 
@@ -176,6 +191,8 @@ def _begun(
     """
     candidates = {}
     for value, leaf in state.inputs.items():
+        if leaf.owner is not None and leaf.owner() in apart:
+            continue
         beginning: Beginning = leaf.data
         number = None if beginning.number is None else repr(beginning.number.item())
         form = (number, beginning.dtypes, leaf.spec.logical, leaf.placement)
@@ -185,11 +202,16 @@ def _begun(
         beginning = group.leaves[0].data
         if beginning.source is not None:
             beginning = replace(beginning, source=group.along.value)
-        stack = _stack(group.leaves, beginning)
-        for i, leaf in enumerate(group.leaves):
-            leaf.data = Row(stack, i)
-            found[leaf] = stack, i
+        found |= _begin(group.leaves, beginning)
     return found
+
+
+def _begin(leaves: Sequence[Value], beginning: Beginning) -> dict[Value, tuple[Stack, int]]:
+    """Makes leaves of state the rows of a stack that begins so; each with its stack and index."""
+    stack = _stack(leaves, beginning)
+    for i, leaf in enumerate(leaves):
+        leaf.data = Row(stack, i)
+    return {leaf: (stack, i) for i, leaf in enumerate(leaves)}
 
 
 def _unstacked_results(born: Iterable[Storage], iterations: Iterations) -> list[StackStorage]:
@@ -350,6 +372,23 @@ def store(
     rows = [Value.leaf(s.spec, None, placement, None) for s in storages]
     whole = Value.leaf(spec, None, placement, None)
     return _settle(storages, rows, whole, array, placement, checked)
+
+
+def restack(storages: Sequence[Storage], target: Placement) -> Stack:
+    """Gives storages the same values as the rows of a new stack. Does not wait.
+
+    Args:
+        storages: of one spec and mark, with computed values.
+        target: where the stack will lie.
+    """
+    values = [storage.value for storage in storages]
+    of_rows = row_placement(target, storages[0].sharding)
+    arrays = [convert(value, of_rows) for value in values]
+    spec = stacked_spec(storages[0].spec, len(storages))
+    array = buffers.stacked(arrays, target.device_sharding, stored_shape(spec, target))
+    checks = (getattr(value, "checked", None) for value in values)
+    newest = max(filter(None, checks), key=operator.itemgetter(0), default=None)
+    return store(storages, array, target, newest)
 
 
 def _settle(

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, overload
@@ -10,12 +10,12 @@ from typing import Any, NoReturn, TypeVar, overload
 from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
-from spmd_core.graph.storage import Storage
 from spmd_core.program import compile_cache, cut_guard, execution
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.cut_guard import CutGuard
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
+from spmd_core.program.small_state import CapturedCall
 from spmd_core.source_lines import user_line
 from spmd_core.steps.capture.captured import OF_A_BLOCK, Captured
 
@@ -155,7 +155,7 @@ class StepProgram(ContextDecorator):
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
         self._after_start: AfterStart | None = None
-        self._returned: Collection[Storage] = ()
+        self._call: CapturedCall | None = None
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call needs its own region.
@@ -171,12 +171,12 @@ class StepProgram(ContextDecorator):
         named = self._named(f)
 
         def region(
-            run: Callable[[], Collection[Storage]], after_start: Callable[[CutPlan, Program], None]
+            run: Callable[[], CapturedCall], after_start: Callable[[CutPlan, Program], None]
         ) -> None:
             own = named._recreate_cm()
             own._after_start = after_start
             with own:
-                own._returned = run()
+                own._call = run()
 
         return Captured(f, region)
 
@@ -218,7 +218,7 @@ class StepProgram(ContextDecorator):
             self._check_program,
             self._count_program,
             self._after_start,
-            lambda: self._returned,
+            lambda: self._call,
         )
 
     def __exit__(

@@ -15,6 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import spmd_core as spmd
+from spmd_core.program import small_state
+
+
+@pytest.fixture(autouse=True)
+def small_stacks(monkeypatch):
+    """Here, two tensors are enough for a stack of small state."""
+    monkeypatch.setattr(small_state, "FEWEST", 2)
 
 
 class Net(nn.Module):

@@ -22,6 +22,7 @@ from spmd_core.graph.values import Entry
 from spmd_core.program import cut_guard, execution
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
+from spmd_core.program.small_state import CapturedCall
 from spmd_core.runtime import abstract
 from spmd_core.steps.capture import (
     accumulators,
@@ -180,11 +181,10 @@ class Captured:
         with _lines(), around, host_effects.noted() as effects:
             outcome: list[Outcome] = []
 
-            def run() -> set[Storage]:
+            def run() -> CapturedCall:
                 args, kwargs = _pytree.tree_unflatten(leaves, tree)
                 outcome.append(_outcome(self._function(*args, **kwargs)))
-                returned = [x for x in outcome[0].leaves if isinstance(x, XLAShardedTensor)]
-                return {x._handle.storage for x in returned}
+                return _call(before, tensors, outcome[0])
 
             self._region(run, lambda plan, program: started.append((plan, program)))
         self.recorded += 1
@@ -354,6 +354,18 @@ def _on_device(leaf: Any) -> Any:
 def _outcome(returned: Any) -> Outcome:
     leaves, tree = _pytree.tree_flatten(returned)
     return Outcome(tree, [_detached(leaf) for leaf in leaves])
+
+
+def _call(before: Reached, arguments: Sequence[Any], outcome: Outcome) -> CapturedCall:
+    """What a cut has to know of a call, between the end of its function and its program."""
+    now = [before.tensors[path].grad for path in before.grads]
+    grads = _storages([*before.grads.values(), *now])
+    reached = _storages(before.tensors.values()) | grads
+    return CapturedCall(_storages(outcome.leaves), reached, grads | _storages(arguments))
+
+
+def _storages(values: Iterable[Any]) -> set[Storage]:
+    return {x._handle.storage for x in values if isinstance(x, XLAShardedTensor)}
 
 
 def _detached(leaf: Any) -> Any:

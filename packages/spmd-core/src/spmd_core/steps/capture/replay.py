@@ -8,6 +8,7 @@ import torch
 from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.graph import parked, recorders
+from spmd_core.graph.stacks import Row
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value, line_of
 from spmd_core.program import execution, fingerprint, index_checks, start
@@ -196,7 +197,8 @@ class Replay:
             if isinstance(other, int):
                 other = arguments[other]._handle.storage.value
             read.append(other)
-            arrays.insert(i, other.data if other.placement is target else convert(other, target))
+            is_there = other.placement is target and other.data.__class__ is not Row
+            arrays.insert(i, other.data if is_there else convert(other, target))
         if config.compare_processes_every_s is not None:
             fingerprint.note(self._key, self._program, numbers)
         index_checks.note_read(parked.newest.checked)

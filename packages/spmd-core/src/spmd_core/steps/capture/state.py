@@ -13,7 +13,7 @@ from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program import stacked_state
 from spmd_core.program.execution import refuse_lost
-from spmd_core.program.leaves import convert
+from spmd_core.program.leaves import array_of, convert
 
 # An input or a result: a unit, and where it lies.
 Lies = tuple[int, Placement]
@@ -36,14 +36,31 @@ class Unit:
         """Where it lies while it is parked."""
         return parked.spot_of(self.storages(), stacked_state.store if self.is_stack else None)
 
-    def value(self) -> Value | None:
-        """Its value, while it is not parked; None for one that no program can read as it is."""
+    def can_be_read(self) -> bool:
+        """Whether `value` can make it what a program reads, while it is not parked."""
+        return all(storage.value.placement.manual is None for storage in self.storages())
+
+    def value(self, target: Placement) -> Value:
+        """Its value, while it is not parked.
+
+        A stack is made of its rows if others than a captured call wrote some of them, and a row of
+        another stack gets an array of its own.
+
+        Args:
+            target: where a program needs it.
+        """
         storages = self.storages()
+        stack = stack_of(storages) if self.is_stack else None
+        if stack is not None:
+            return stack.value
+        for storage in storages:
+            refuse_lost(storage.value)
         if self.is_stack:
-            stack = stack_of(storages)
-            return None if stack is None else stack.value
+            return stacked_state.restack(storages, target).value
         value = storages[0].value
-        return None if value.data.__class__ is Row else value
+        if value.data.__class__ is Row:
+            value.data = array_of(value)
+        return value
 
 
 class State:
@@ -82,12 +99,12 @@ class State:
         return self._unparked
 
     def can_be_read(self) -> bool:
-        """Whether each stack that the program reads is one, and nothing else is a row of one."""
+        """Whether the program can read all state that is not parked."""
         unparked = self.unparked()
         if not unparked:
             return True
         units = [self._units[n] for n, _ in self._reads if n in unparked]
-        return all(unit.spot().is_taken or unit.value() is not None for unit in units)
+        return all(unit.spot().is_taken or unit.can_be_read() for unit in units)
 
     def arrays(self) -> list[Any]:
         """The program's inputs that are state, in their order. Call it under the graph lock.
@@ -112,8 +129,7 @@ class State:
                 continue
             spot.give_back()
             array = _array(self._units[n], target)
-            value = self._units[n].value()
-            if value is not None and value.placement is target:
+            if self._units[n].value(target).placement is target:
                 spot.park(array, target)
             else:
                 self._copied.append((i, n, target))
@@ -148,8 +164,7 @@ class State:
 
 def _array(unit: Unit, target: Placement) -> Any:
     """The data of a unit that is not parked, as a program needs it."""
-    value = unit.value()
-    assert value is not None
+    value = unit.value(target)
     refuse_lost(value)
     return convert(value, target)
 
