@@ -122,7 +122,7 @@ FAULTS = (
         "            id(t),",
     ),
     Fault(
-        "spmd_core/steps/weight_loading.py",
+        "spmd_core/dtypes.py",
         "weights of 8 bits are loaded without their scale",
         "return min(source.itemsize, target.itemsize) > 1",
         "return True",

@@ -95,3 +95,20 @@ def tensor_view(array: np.ndarray) -> torch.Tensor:
     if bits is None:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16 if bits is torch.int16 else np.uint8)).view(dtype)
+
+
+def converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether saved values may be converted: with rounding at most, to the same kind of number.
+
+    An integer that becomes a float is a quantised weight without its scale; so is a float of 8
+    bits.
+    """
+    if source == target:
+        return True
+    if source.is_floating_point and target.is_floating_point:
+        return min(source.itemsize, target.itemsize) > 1
+    kinds = [
+        (d.is_floating_point, d.is_complex, d is torch.bool, np.dtype(to_jax(d)))
+        for d in (source, target)
+    ]
+    return kinds[0][:3] == kinds[1][:3] and np.can_cast(kinds[0][3], kinds[1][3], "safe")

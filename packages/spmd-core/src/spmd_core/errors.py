@@ -17,6 +17,7 @@
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     ├── PlanError            (ValueError, RuntimeError)  a plan cannot be made as asked
+    ├── CheckpointError      (RuntimeError, ValueError)  a checkpoint cannot be written or taken
     ├── PlanReadError        (RuntimeError)              what is planned reads a value
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
@@ -100,3 +101,7 @@ class PlanReadError(SpmdError, RuntimeError):
 
 class DataError(SpmdError, ValueError):
     """Host data cannot be loaded, batched or sharded as asked."""
+
+
+class CheckpointError(SpmdError, RuntimeError, ValueError):
+    """A checkpoint cannot be written or read, or is none of what it is to be restored into."""

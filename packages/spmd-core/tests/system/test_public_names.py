@@ -7,12 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import spmd_core as spmd
+import spmd_core.checkpoint  # for its extra's users: `spmd_core` does not import it
 import spmd_data
 import torch_xla
 
 LISTED = (Path(__file__).parents[1] / "data" / "public_names.txt").read_text().split()
 # Modules that users reach as attributes of the package: `spmd.debugging.collectives`.
 MODULES = [
+    "checkpoint",
     "control_flow",
     "debugging",
     "debugging.profiler",

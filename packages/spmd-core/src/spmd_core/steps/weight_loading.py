@@ -245,7 +245,7 @@ def _problems(
                 problems.append(
                     f"another shape: {name}, {list(source.shape)} for {list(tensor.shape)}"
                 )
-            elif not _converts(source.dtype, tensor.dtype):
+            elif isinstance(source.dtype, str) or not dtypes.converts(source.dtype, tensor.dtype):
                 fits = False
                 problems.append(f"another dtype: {name}, {source.dtype} for {tensor.dtype}")
         if fits and not _are_equal([stored[name] for name in found]):
@@ -255,25 +255,6 @@ def _problems(
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _converts(source: torch.dtype | str, target: torch.dtype) -> bool:
-    """Whether values may be converted: with rounding at most, and to the same kind of number.
-
-    An integer that becomes a float is a quantised weight without its scale; so is a float of 8
-    bits.
-    """
-    if source == target:
-        return True
-    if isinstance(source, str):
-        return False
-    if source.is_floating_point and target.is_floating_point:
-        return min(source.itemsize, target.itemsize) > 1
-    kinds = [
-        (d.is_floating_point, d.is_complex, d is torch.bool, np.dtype(dtypes.to_jax(d)))
-        for d in (source, target)
-    ]
-    return kinds[0][:3] == kinds[1][:3] and np.can_cast(kinds[0][3], kinds[1][3], "safe")
 
 
 def _are_equal(copies: Sequence[_Stored]) -> bool:

@@ -1,0 +1,24 @@
+"""`CheckpointManager`: checkpoints of sharded state on disk, by Orbax. An extra: `[checkpoint]`.
+
+From a state to the disk and back, and the file of each step:
+
+    state: {"model": model, "optimizer": optimizer, "epoch": 3}
+      │  entries.py    every tensor by its name: of a parameter, the plain model's, and of an
+      │                optimizer's state the parameter's; tied ones once; the rest by plain.py
+      ├─► JSON         the structure, with plain values; a tensor is its array's name
+      └─► arrays       name -> a tensor, or a row of a stacked one
+            │  blocks.py    each distinct block has one owner among the devices that hold it
+            │  staging.py   this process's blocks, copied to host memory; `save` returns
+            │  store.py     behind the program: zarr 3 in OCDBT, one database for each process, by
+            │               Orbax's AsyncCheckpointer; merged, and renamed to its step, last
+            ▼  retention.py then: which steps go
+    folder/<step>/{arrays,state}       lock.py: one run at a time writes here
+            │  parts.py     a state beside the saved one: what goes where, all that does not fit
+            ▼  restoring.py each device's block by itself, into any sharding; then load_state_dict
+
+Buffers: the next step takes over those that are being saved, so they are copied, not protected.
+"""
+
+from spmd_core.checkpoint.manager import CheckpointManager, Restored
+
+__all__ = ["CheckpointManager", "Restored"]

@@ -1,0 +1,485 @@
+"""`CheckpointManager`: a folder of checkpoints, one for each step that was saved."""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from spmd_core import files, releases, source_lines
+from spmd_core.arguments import require_int, require_kind
+from spmd_core.checkpoint import lock, parts, plain
+from spmd_core.checkpoint.entries import packed
+from spmd_core.checkpoint.lock import FolderLock
+from spmd_core.checkpoint.restoring import Restoration, new
+from spmd_core.checkpoint.retention import Retention, Written
+from spmd_core.checkpoint.staging import Memory, staged
+from spmd_core.checkpoint.store import Reader, Writer
+from spmd_core.errors import CheckpointError
+from spmd_core.runtime import processes, watch
+from spmd_core.steps.structures import raise_together
+
+_multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
+
+_FORMAT = 1
+# What Orbax writes into a folder under its final name last of all; such a folder is a whole step.
+_WHOLE = "_CHECKPOINT_METADATA"
+_IDENTITY_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `CheckpointManager.restore` did.
+
+    Attributes:
+        step: the step.
+        state: the parts by name: an object is the one that was given; of anything else the saved
+            value.
+        missing: names in the state that the checkpoint lacks, which are as they were; with
+            `strict`, none.
+        extra: names in the checkpoint that the state lacks, which were left; with `strict`, none.
+    """
+
+    step: int
+    state: dict[str, Any]
+    missing: list[str]
+    extra: list[str]
+
+
+class _Saving:
+    """A save in flight.
+
+    Attributes:
+        step: the step.
+
+    Args:
+        finish: called in a thread of its own.
+    """
+
+    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+        self.step = step
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(finish,), name=f"checkpoint of step {step}"
+        )
+        self._thread.start()
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+
+    def result(self) -> BaseException | None:
+        """Waits for the end; what failed."""
+        self._thread.join()
+        return self._error
+
+
+class CheckpointManager:
+    """Saves the state of a run every few steps, and restores it on any mesh.
+
+    A state is a dict of parts by name. A part is an object that has `state_dict` and
+    `load_state_dict`: a module, an optimizer, a scheduler, a scaler, a loader; a
+    `torch.Generator`; or a structure of tensors and plain Python values, such as what
+    `state_dict()` returns. The state of torch's CPU generator, from which the devices draw too, is
+    saved with it. Tensors go by their names, and an optimizer's state by the names of its
+    parameters: pass the module in the same state.
+
+    Each process writes and reads the blocks that its own devices hold, and each block is written
+    once. So a state can be restored on another mesh, on another number of devices or processes, and
+    into eager torch's tensors. `save` returns when this process's blocks are in host memory, and
+    writes them behind the program.
+
+    A step is whole or not there at all. One run at a time may write into a folder. Each of several
+    processes must make a manager of the same folder, and make the same calls.
+
+    Args:
+        folder: is made if it is missing; a local or a shared one.
+        every: `should_save` is true for multiples of it.
+        keep: the number of newest steps that stay when another one is whole; None: all.
+        keep_every: steps that are multiples of it stay, too.
+        keep_for_s: steps that are younger, in seconds, stay, too.
+        keep_best: the step with the best value of this metric stays, too: `"loss"` the lowest,
+            `"-score"` the highest.
+        async_: whether `save` writes behind the program, else it waits until the step is whole.
+        identity: plain values that tell this run from others, such as its configuration. They are
+            written with the first save; a manager with other ones refuses the folder.
+
+    Raises:
+        CheckpointError: the folder is that of a run with another identity, or another live run
+            writes into it.
+        OSError: the folder cannot be made or written.
+        ValueError, TypeError: an argument is not as above.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from spmd_core.checkpoint import CheckpointManager
+        >>> model = torch.nn.Linear(2, 3, device="xla")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with CheckpointManager(folder, every=10, keep=2) as manager:
+        ...         for step in range(40):
+        ...             if manager.should_save(step):
+        ...                 manager.save(step, {"model": model, "optimizer": optimizer})
+        ...         manager.wait()
+        ...         manager.all_steps(), manager.restore({"model": model}, strict=False).step
+        ([20, 30], 30)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        keep_for_s: float | None = None,
+        keep_best: str | None = None,
+        async_: bool = True,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_kind("folder", folder, str, os.PathLike, write="the folder's path")
+        if "://" in os.fspath(folder):
+            raise CheckpointError(
+                f"checkpoints lie in a local or shared folder; got the address {str(folder)!r}. "
+                "Mount it, and pass the path."
+            )
+        if require_int("every", every) < 1:
+            raise ValueError(f"every counts steps, from 1; got {every}. Pass for instance 100.")
+        self._every, self._async = every, async_
+        self._retention = Retention(keep, keep_every, keep_for_s, keep_best)
+        self._folder = Path(folder).expanduser().resolve()
+        self._identity = None if identity is None else _as_json("identity", dict(identity))
+        self._memory = Memory()
+        self._saving: _Saving | None = None
+        # By step: what `Retention` asks of those that are whole. Of one thread: that of the save.
+        self._known: dict[int, Written] = {}
+        self._lock: FolderLock | None = None
+        self._closed = threading.Event()
+        error: Exception | None = None
+        try:
+            self._open()
+        except (OSError, CheckpointError) as raised:
+            error = raised
+        try:
+            raise_together(error)
+        except BaseException:
+            self._release()
+            raise
+        self._writer = Writer(self._folder)
+        _close_before_the_end(self)
+
+    def _open(self) -> None:
+        if not processes.is_master():
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._check_identity()
+        self._lock = FolderLock(self._folder)
+        lock.remove_leftovers(self._folder)
+        if self._identity is not None and not (self._folder / _IDENTITY_FILE).exists():
+            files.write_text(self._folder / _IDENTITY_FILE, json.dumps(self._identity, indent=2))
+
+    def _check_identity(self) -> None:
+        path = self._folder / _IDENTITY_FILE
+        if self._identity is None or not path.exists():
+            return
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"a folder of checkpoints says whose they are; {path} cannot be read: {error}. "
+                "Name another folder."
+            ) from error
+        differing = [
+            f"{name}: {before.get(name)!r} there, {self._identity.get(name)!r} here"
+            for name in {**before, **self._identity}
+            if before.get(name) != self._identity.get(name)
+            or (name in before) != (name in self._identity)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"a folder has the checkpoints of one run; {self._folder} has those of another: "
+                f"{'; '.join(differing)}. Name another folder, or run with what is there."
+            )
+
+    # --- Which steps there are --------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether a step is a multiple of `every`. Looks at nothing else."""
+        return require_int("step", step) % self._every == 0
+
+    def all_steps(self) -> list[int]:
+        """The whole steps that are on the disk now, ascending."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(
+            int(path.name)
+            for path in self._folder.iterdir()
+            if path.name.isdecimal() and (path / _WHOLE).is_file()
+        )
+
+    def latest(self) -> int | None:
+        """The newest whole step that is on the disk now; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    # --- Saving -----------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Saves a state. Cuts, and waits for the devices and for the copies to host memory.
+
+        The writes go on behind the program, unless `async_` is false. One save is in flight: this
+        waits for the one before. The state may change as soon as this returns.
+
+        Args:
+            step: from 0; not there yet.
+            state: the parts by name.
+            metrics: numbers by name, which `keep_best` may ask for.
+
+        Raises:
+            CheckpointError: the step is there; or the state holds what a checkpoint cannot hold; or
+                the save before failed, which the message names: then nothing was saved now.
+        """
+        self._refuse_closed()
+        if require_int("step", step) < 0:
+            raise CheckpointError(f"steps are counted from 0; got {step}. Pass a step from 0.")
+        values = {name: float(value) for name, value in (metrics or {}).items()}
+        self._retention.check(values)
+        self.wait()
+        if step in self.all_steps():
+            raise CheckpointError(
+                f"a step is saved once; {self._folder} has step {step}. Its steps are "
+                f"{self._listed()}. Save a later step, or write into another folder."
+            )
+        saved, arrays = packed(state)
+        random = arrays.pack("random", torch.get_rng_state())
+        if "random" in state:
+            raise CheckpointError(
+                "'random' is the name of the state of torch's generator, which is saved with each "
+                "state; got a part of that name. Rename it."
+            )
+        copies = staged(arrays.entries, self._memory)
+        written = Written(step, time.time(), values)
+        about = {
+            "format": _FORMAT,
+            "step": step,
+            "time_s": written.time_s,
+            "metrics": plain.encode("metrics", values, _no_tensor),
+            "processes": processes.process_count(),
+            "parts": saved,
+            "random": random,
+        }
+        self._writer.start(step, about, copies)
+        self._saving = _Saving(step, self._finish)
+        if not self._async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the save in flight is whole on the disk. Does nothing without one.
+
+        Several processes wait for each other: when this returns, they find the same steps.
+
+        Raises:
+            CheckpointError: it failed; steps before it are as they were.
+            SpmdError: it failed in another process.
+        """
+        self._wait(together=True)
+
+    def _wait(self, *, together: bool) -> None:
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        error = saving.result()
+        self._memory.reuse()
+        failed = None
+        if error is not None:
+            failed = CheckpointError(
+                f"a step must be written whole; step {saving.step} could not be written to "
+                f"{self._folder}: {' '.join(str(error).split())}. Earlier steps are as they were: "
+                f"{self._listed()}. Free space, or name another folder, and save again."
+            )
+            failed.__cause__ = error
+        if together:
+            raise_together(failed)
+        elif failed is not None:
+            raise failed
+
+    def _finish(self) -> None:
+        """In a thread of its own: when a step is whole, others go."""
+        try:
+            self._writer.wait()
+        except BaseException:
+            if processes.is_master():
+                lock.remove_leftovers(self._folder)  # which take the room that the next save needs
+            raise
+        if not processes.is_master():
+            return
+        files.sync_folder(self._folder)
+        steps = [self._written(step) for step in self.all_steps()]
+        for step in self._retention.removed(steps, time.time()):
+            lock.remove_step(self._folder / str(step))
+            self._known.pop(step, None)
+
+    def _written(self, step: int) -> Written:
+        if step not in self._known:
+            about = Reader(self._folder / str(step)).state()
+            metrics = plain.decode("", about["metrics"], _no_tensor)
+            self._known[step] = Written(step, about["time_s"], metrics)
+        return self._known[step]
+
+    # --- Restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        convert: bool = False,
+    ) -> Restored:
+        """Gives a state the values of a saved one, in place. Waits for the transfers.
+
+        Tensors keep their devices, shardings and dtypes, whatever those of the saved ones were.
+        Each process reads what its devices hold; the host holds one block at a time. An optimizer's
+        state is made where it is not born yet, sharded as its parameters. torch's CPU generator
+        gets its saved state.
+
+        Everything is compared before anything changes. Each chunk that is read is compared with
+        its checksum.
+
+        Args:
+            state: the parts by name, as for `save`.
+            step: None: the newest.
+            strict: whether parts and tensors may neither be missing in the checkpoint nor be there
+                besides.
+            convert: whether values may be converted to the tensors' dtypes: floating-point ones to
+                each other, and integers to wider ones.
+
+        Raises:
+            CheckpointError: there is no such step; or the state differs, with all differences; or
+                the step is damaged, found before anything changed or at a chunk: then tensors
+                before it have new values, and another step is to be restored.
+        """
+        self._refuse_closed()
+        self.wait()
+        step = self._found(step)
+        reader = Reader(self._folder / str(step))
+        about = reader.state()
+        if about.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"this release reads checkpoints of format {_FORMAT}; got format "
+                f"{about.get('format')!r} of step {step} in {self._folder}. Restore it with the "
+                "release that wrote it."
+            )
+        restoration = Restoration(reader, convert)
+        restored = parts.plan(state, about["parts"], restoration)
+        restoration.refuse(strict=strict)
+        random = new(about["random"]["shape"], torch.uint8)
+        restoration.fill("random", about["random"], parts.Entry(random))
+        restoration.afterwards.append(lambda: torch.set_rng_state(random))
+        restoration.check_arrays([*parts.nodes(about["parts"])])
+        restoration.run()
+        return Restored(step, restored, restoration.missing, restoration.extra)
+
+    def _found(self, step: int | None) -> int:
+        there = self.all_steps()
+        if step is not None:
+            require_int("step", step)
+        chosen = max(there, default=None) if step is None else step if step in there else None
+        if processes.process_count() > 1:
+            everyone = tuple(range(processes.process_count()))
+            watch.note_transfer("choice of a checkpoint", source_lines.user_line(), everyone)
+            mine = np.array(-1 if chosen is None else chosen)
+            found = np.unique(_multihost_utils.process_allgather(mine)).tolist()
+            if len(found) > 1:
+                raise CheckpointError(
+                    "all processes restore one step from one folder; they found different ones in "
+                    f"{self._folder}: {found} (-1: none). Use a folder that all hosts share."
+                )
+        if chosen is None:
+            wanted = "" if step is None else f" {step}"
+            raise CheckpointError(
+                f"a step is restored that is whole on the disk; {self._folder} has no step{wanted}."
+                f" Its steps are {self._listed()}. "
+                + ("Save one first." if step is None else "Restore one of these.")
+            )
+        return chosen
+
+    def _listed(self) -> str:
+        return ", ".join(map(str, self.all_steps())) or "none"
+
+    # --- The end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for the save in flight, and gives the folder up to other runs.
+
+        Raises:
+            CheckpointError: that save failed.
+        """
+        self._close(together=True)
+
+    def _close(self, *, together: bool) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        try:
+            self._wait(together=together)
+        finally:
+            self._writer.close()
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise CheckpointError(
+                f"a manager is used until it is closed; that of {self._folder} is. Make another."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error, the other processes may be elsewhere.
+        self._close(together=error is None)
+
+
+def _no_tensor(path: str, value: Any) -> Any:
+    raise CheckpointError(f"{path} holds plain values; got a tensor. Pass value.item().")
+
+
+def _as_json(path: str, value: dict[str, Any]) -> Any:
+    """Plain values as JSON gives them back."""
+    return json.loads(json.dumps(plain.encode(path, value, _no_tensor)))
+
+
+def _close_before_the_end(manager: CheckpointManager) -> None:
+    """Has a program that ends without `close` write its last step.
+
+    `atexit` comes too late: when it calls, no thread can start another, which Orbax does.
+    """
+    known = weakref.ref(manager)
+
+    def close() -> None:
+        found = known()
+        if found is not None:
+            found._close(together=False)
+
+    threading._register_atexit(close)  # type: ignore[attr-defined]

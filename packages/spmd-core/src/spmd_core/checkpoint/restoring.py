@@ -1,0 +1,190 @@
+"""Restoring a state: what goes where, everything that does not fit at once, then block by block.
+
+Nothing changes before all of the state has been compared with what was saved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmd_core import dtypes
+from spmd_core.checkpoint.entries import Entry
+from spmd_core.checkpoint.store import Reader, damaged
+from spmd_core.errors import CheckpointError
+from spmd_core.graph.storage import Storage
+from spmd_core.program import leaves
+from spmd_core.steps.weight_saving import identity
+from spmd_core.tensor import shards
+from spmd_core.tensor.logical_device import XLA_DEVICE
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+Node = Mapping[str, Any]
+
+
+@dataclass
+class _Fill:
+    """A tensor that gets values.
+
+    Attributes:
+        tensor: the tensor.
+        names: of the array that it gets; for each of its rows, if they come from several.
+        is_stacked: whether it has rows from several arrays.
+    """
+
+    tensor: torch.Tensor
+    names: dict[int, str]
+    is_stacked: bool
+
+
+@dataclass
+class Restoration:
+    """What a restore does, and what keeps it from being done.
+
+    Attributes:
+        reader: of the step.
+        convert: whether values may be converted to the dtypes of the tensors here.
+        missing: what the state has and the checkpoint lacks, by name.
+        extra: what the checkpoint has and the state lacks, by name.
+        problems: sentences about what does not fit.
+        afterwards: called in this order when all tensors have their values.
+    """
+
+    reader: Reader
+    convert: bool
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    _fills: dict[Any, _Fill] = field(default_factory=dict)
+
+    def fits(self, path: str, node: Node, entry: Entry) -> bool:
+        """Whether a tensor can have an array's values; notes why not."""
+        shape, dtype = tuple(node["shape"]), getattr(torch, node["dtype"])
+        before = len(self.problems)
+        if entry.tensor.is_meta:
+            self.problems.append(f"without memory, on device meta: {path}; call to_empty() first")
+        if shape != entry.shape:
+            self.problems.append(f"another shape: {path}, {list(shape)} for {list(entry.shape)}")
+        elif dtype != entry.tensor.dtype:
+            if not dtypes.converts(dtype, entry.tensor.dtype):
+                self.problems.append(f"another dtype: {path}, {dtype} for {entry.tensor.dtype}")
+            elif not self.convert:
+                self.problems.append(
+                    f"another dtype: {path}, {dtype} for {entry.tensor.dtype}; pass convert=True"
+                )
+        return before == len(self.problems)
+
+    def fill(self, path: str, node: Node, entry: Entry) -> None:
+        """Has a tensor, or a row of one, get an array's values, if they fit."""
+        if not self.fits(path, node, entry):
+            return
+        key = identity(entry.tensor), tuple(entry.tensor.shape)
+        is_stacked = entry.row is not None
+        known = self._fills.setdefault(key, _Fill(entry.tensor, {}, is_stacked))
+        other = known.names.setdefault(entry.row or 0, node["name"])
+        if other != node["name"] or known.is_stacked != is_stacked:
+            self.problems.append(f"one tensor here, different ones there: {path} and {other}")
+
+    def leave_partly(self) -> None:
+        """Leaves stacked tensors of which not all rows are there as they are."""
+        for key, fill in [*self._fills.items()]:
+            if fill.is_stacked and len(fill.names) < len(fill.tensor):
+                del self._fills[key]
+
+    def run(self) -> None:
+        """Gives all tensors their values, then calls `afterwards`. Waits for the transfers.
+
+        Raises:
+            CheckpointError: an array cannot be read; tensors before it have their values.
+        """
+        for fill in self._fills.values():
+            self._run(fill)
+        for action in self.afterwards:
+            action()
+
+    def _run(self, fill: _Fill) -> None:
+        tensor = fill.tensor
+
+        def read(index: tuple[slice, ...], into: torch.Tensor) -> None:
+            if not fill.is_stacked:
+                self._read(fill.names[0], index, into)
+                return
+            for row in range(index[0].start, index[0].stop):
+                self._read(fill.names[row], index[1:], into[row - index[0].start])
+
+        if not isinstance(tensor, XLAShardedTensor):
+            with torch.no_grad():
+                read(tuple(slice(0, n) for n in tensor.shape), tensor)
+        elif isinstance(tensor._handle, Storage):
+            shards.fill(tensor._handle, read)
+            torch.autograd.graph.increment_version(tensor)
+        else:
+            whole = new(tensor.shape, tensor.dtype, like=tensor)
+            assert isinstance(whole, XLAShardedTensor) and isinstance(whole._handle, Storage)
+            shards.fill(whole._handle, read)
+            with torch.no_grad():
+                tensor.copy_(whole)
+
+    def _read(self, name: str, index: Sequence[slice], into: torch.Tensor) -> None:
+        if not into.numel():
+            return
+        if not index:
+            into.copy_(dtypes.tensor_view(self.reader.read(name, index)))
+            return
+        first = index[0].start
+        for piece in self.reader.pieces(name, index):
+            part = dtypes.tensor_view(self.reader.read(name, piece))
+            into[piece[0].start - first : piece[0].stop - first].copy_(part)
+
+    def check_arrays(self, nodes: Sequence[Node]) -> None:
+        """Raises CheckpointError for an array on the disk that is not what the state says of it."""
+        for node in nodes:
+            array = self.reader.array(node["name"])
+            dtype = dtypes.to_torch(array.dtype.numpy_dtype)
+            if tuple(array.shape) != tuple(node["shape"]) or dtype != getattr(torch, node["dtype"]):
+                raise damaged(
+                    self.reader.folder,
+                    f"{node['name']} is {dtype}{list(array.shape)} there, and not "
+                    f"{node['dtype']}{node['shape']}",
+                )
+
+    def refuse(self, *, strict: bool) -> None:
+        """Raises CheckpointError with all that keeps the state from being restored."""
+        told = [*self.problems]
+        if strict:
+            told += [f"missing: {name}" for name in self.missing]
+            told += [f"extra: {name}" for name in self.extra]
+        if told:
+            raise CheckpointError(
+                f"a state is restored from one of the same parts and tensors; got {len(told)} "
+                f"differences from step {self.reader.folder.name} in {self.reader.folder.parent}, "
+                "and changed nothing:\n  "
+                + "\n  ".join(told)
+                + "\nBuild the state that was saved"
+                + (", or pass strict=False for missing and extra ones." if strict else ".")
+            )
+
+
+def new(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    like: torch.Tensor | None = None,
+    on_device: bool = False,
+) -> torch.Tensor:
+    """A tensor without values yet.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+        like: gives it its device, and its sharding if it has the same shape.
+        on_device: without `like`, whether it is on device xla, replicated, and not on the CPU.
+    """
+    device = (XLA_DEVICE if on_device else torch.device("cpu")) if like is None else like.device
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if isinstance(like, XLAShardedTensor) and tuple(like.shape) == tuple(shape):
+        assert isinstance(made, XLAShardedTensor)
+        leaves.set_sharding(made._handle.storage, like.sharding)
+    return made

@@ -1,0 +1,158 @@
+"""Copies of a state in host memory, which are written while the devices go on.
+
+The next step takes over the buffers that are saved, so a save copies this process's own blocks
+before it returns. (Buffers that a save would protect until they are written double the memory of
+parameters and moments on the devices.) On a CPU, the copies lie in memory that the next save uses
+again; elsewhere, in what jax allocates for a transfer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+
+from spmd_core import dtypes
+from spmd_core.checkpoint import blocks
+from spmd_core.checkpoint.entries import Entry
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.stacks import Row
+from spmd_core.graph.storage import Storage
+from spmd_core.program import execution, leaves
+from spmd_core.runtime import devices, in_flight, processes
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+
+@dataclass
+class Staged:
+    """An array to write: this process's blocks of it, in host memory.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: numpy's.
+        chunks: the shape of its chunks.
+        blocks: the data, by the slices that it has in the array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    blocks: list[tuple[tuple[slice, ...], np.ndarray]]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an array lies on the devices.
+
+    Attributes:
+        array: the data, with padding.
+        row: the index in its first dim; None: the whole.
+    """
+
+    array: jax.Array
+    row: int | None
+
+
+class Memory:
+    """Host memory for copies, which the next save uses again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._taken: list[np.ndarray] = []
+
+    def copy(self, data: np.ndarray) -> np.ndarray:
+        """A copy, contiguous."""
+        free = self._free.get(data.nbytes)
+        memory = free.pop() if free else np.empty(data.nbytes, np.uint8)
+        self._taken.append(memory)
+        copy = memory.view(data.dtype).reshape(data.shape) if data.size else np.array(data)
+        np.copyto(copy, data)
+        return copy
+
+    def reuse(self) -> None:
+        """Frees what no copy of the last save took, and has the next save use the rest again."""
+        self._free = {}
+        for memory in self._taken:
+            self._free.setdefault(memory.nbytes, []).append(memory)
+        self._taken = []
+
+
+def staged(entries: Mapping[str, Entry], memory: Memory) -> dict[str, Staged]:
+    """This process's part of a state, copied to host memory. Cuts, and waits for the devices.
+
+    Raises:
+        DeviceMemoryError, ProgramError, IndexRangeError: of the programs that compute it.
+    """
+    sources = {name: _source(entry) for name, entry in entries.items()}
+    in_flight.programs.wait_all()
+    found = {}
+    for name, source in sources.items():
+        entry = entries[name]
+        if isinstance(source, _Source):
+            found[name] = _from_devices(name, source, entry.shape, memory)
+        else:
+            found[name] = _from_host(source, memory)
+    return found
+
+
+def _source(entry: Entry) -> _Source | torch.Tensor:
+    tensor = entry.tensor
+    if not isinstance(tensor, XLAShardedTensor):
+        return tensor if entry.row is None else tensor[entry.row]
+    handle = tensor._handle
+    if not isinstance(handle, Storage):
+        with torch.no_grad():
+            return _source(Entry(tensor.clone(), entry.row))
+    value = execution.materialize(handle)
+    execution.raise_if_wrong(value)
+    with lock:
+        data, placement = value.data, value.placement
+        # The rows of a stack are read where they are: to take them out would copy them.
+        if data.__class__ is Row and placement.room is None and entry.row is None:
+            leaves.refuse_local(value)
+            return _Source(data.stack.value.data, data.index)
+    return _Source(execution.place(handle), entry.row)
+
+
+def _from_devices(name: str, source: _Source, shape: tuple[int, ...], memory: Memory) -> Staged:
+    array, row = source.array, source.row
+    dtype = np.dtype(array.dtype)
+    block = array.sharding.shard_shape(array.shape)
+    chunks = blocks.chunk_shape(block if row is None else block[1:], shape, dtype.itemsize)
+    shards = {shard.device: shard for shard in array.addressable_shards}
+    mine = []
+    for own in blocks.owned(name, array.shape, array.sharding):
+        bounds, first = own.bounds, 0
+        if row is not None:
+            (start, stop), *rest = bounds
+            if not start <= row < stop:
+                continue
+            bounds, first = tuple(rest), row - start
+        inside = blocks.clipped(bounds, shape)
+        if 0 not in shape and any(a == b for a, b in inside):
+            continue  # padding alone
+        mine.append((shards[own.device].data, first, inside))
+    for data, *_ in mine:
+        data.copy_to_host_async()
+    copies = []
+    for data, first, inside in mine:
+        host = np.asarray(data)
+        if row is not None:
+            host = host[first]
+        host = host[tuple(slice(b - a) for a, b in inside)]
+        # On the CPU, numpy's array is the device's memory.
+        host = memory.copy(host) if devices.platform() == "cpu" else np.ascontiguousarray(host)
+        copies.append((tuple(slice(a, b) for a, b in inside), host))
+    return Staged(shape, dtype, chunks, copies)
+
+
+def _from_host(tensor: torch.Tensor, memory: Memory) -> Staged:
+    """A tensor on the host, which all processes have: the first one writes it."""
+    tensor = tensor.detach().cpu()
+    shape, dtype = tuple(tensor.shape), np.dtype(dtypes.to_jax(tensor.dtype))
+    chunks = blocks.chunk_shape(shape, shape, dtype.itemsize)
+    if not processes.is_master():
+        return Staged(shape, dtype, chunks, [])
+    data = memory.copy(dtypes.numpy_view(tensor.contiguous()))
+    return Staged(shape, dtype, chunks, [(tuple(slice(0, n) for n in shape), data)])

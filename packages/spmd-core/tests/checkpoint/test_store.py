@@ -1,0 +1,76 @@
+"""What lies on the disk: Orbax reads it, it is few files, and a missing package is told."""
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+import numpy as np
+import pytest
+import torch
+
+import spmd_core as spmd
+from spmd_core.checkpoint import CheckpointManager, store
+
+
+@pytest.mark.one_device
+def test_orbax_reads_what_is_written(tmp_path, mesh_2d):
+    import orbax.checkpoint as ocp  # noqa: PLC0415 - an extra
+
+    right = {
+        "split": torch.arange(35.0).reshape(5, 7),
+        "half": torch.linspace(0, 1, 6).bfloat16(),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.tensor([1 + 2j, 3j]),
+    }
+    given = {name: t.to("xla") for name, t in right.items()}
+    spmd.mark_sharding(given["split"], mesh_2d, ("b", "a"))
+    spmd.mark_sharding(given["half"], mesh_2d, (("a", "b"),))
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        saving.save(0, {"t": given})
+        zeros = {name: torch.zeros_like(t) for name, t in right.items()}
+        saving.restore({"t": zeros})
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "0" / store.ARRAYS)
+    for name, t in right.items():
+        assert torch.equal(zeros[name], t)
+        if t.dtype is not torch.bfloat16:
+            assert np.array_equal(found["t"][name], t.numpy()), name
+    assert found["t"]["half"].astype(np.float32).tolist() == right["half"].float().tolist()
+
+
+def test_many_small_arrays_lie_in_few_files(tmp_path):
+    state = {"t": {f"p{i}": torch.full((3,), i) for i in range(300)}}
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        saving.save(0, state)
+        saving.restore({"t": {name: torch.zeros_like(t) for name, t in state["t"].items()}})
+    assert sum(len(files) for _, _, files in os.walk(tmp_path / "0")) < 40
+
+
+@pytest.mark.one_device
+def test_each_block_is_written_once(tmp_path, mesh_1d):
+    t = spmd.mark_sharding(torch.rand(64, 1024).to("xla"), mesh_1d, ())  # all devices hold it
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        saving.save(0, {"t": t, "again": t})
+    size = sum(p.stat().st_size for p in (tmp_path / "0" / "arrays").rglob("*") if p.is_file())
+    assert t.nbytes < size < 1.2 * t.nbytes
+
+
+def test_pieces_cover_a_block_along_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_READ_BYTES", 64)
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        saving.save(0, {"t": torch.arange(40.0).reshape(20, 2)})
+        reader = store.Reader(tmp_path / "0")
+        pieces = reader.pieces("t", (slice(3, 19), slice(0, 2)))
+        assert [p[0].start for p in pieces] == [3, *(p[0].stop for p in pieces[:-1])]
+        assert pieces[-1][0].stop == 19
+        into = torch.zeros(20, 2)
+        saving.restore({"t": into})
+    assert torch.equal(into, torch.arange(40.0).reshape(20, 2))
+
+
+def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    spec = spec_from_file_location("store_without_its_packages", store.__file__)
+    with pytest.raises(ImportError, match=r"Run: pip install 'spmd-core\[checkpoint\]'"):
+        spec.loader.exec_module(module_from_spec(spec))
