@@ -137,6 +137,7 @@ def test_bfloat16_is_near_torchs_autocast() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3)  # bfloat16 keeps 8 bits
 
 
+@pytest.mark.exhaustive
 def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main(["--preset", "smoke"]) == 0
     assert "GPT-2 smoke on one device" in capsys.readouterr().out

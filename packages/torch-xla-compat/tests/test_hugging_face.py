@@ -69,7 +69,7 @@ def eager_losses(model, loader, *, accumulate=1, dtype=None):
     return losses
 
 
-@pytest.mark.parametrize(("precision", "accumulate"), [("no", 1), ("no", 4), ("bf16", 1)])
+@pytest.mark.parametrize(("precision", "accumulate"), [exhaustive("no", 1), ("no", 4), ("bf16", 1)])
 def test_the_loop_of_accelerates_documents(precision, accumulate):
     model, data = small_model(), classes(12 * BATCH - 3)
     loader = DataLoader(data, batch_size=BATCH)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import exhaustive
 from torch import nn, optim
 
 import torch_xla
@@ -145,7 +146,7 @@ class FsdpTrainer(DecoderTrainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [DecoderTrainer, FsdpTrainer])
+@pytest.mark.parametrize("trainer", [exhaustive(DecoderTrainer), FsdpTrainer])
 def test_a_decoder(trainer, capsys):
     model, ids = Decoder(), torch.randint(VOCABULARY, (8, LENGTH))
     right = decoder_on_host(copy.deepcopy(model), ids, steps=4)

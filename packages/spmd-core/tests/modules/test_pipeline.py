@@ -34,7 +34,7 @@ def batch_of(rows):
 @pytest.mark.parametrize(
     ("axes", "schedule", "m", "rows", "num_blocks", "rounds"),
     [
-        ({"pipe": 2, "fsdp": 2, "tensor": 2}, "gpipe", 2, 8, 4, 1),
+        exhaustive({"pipe": 2, "fsdp": 2, "tensor": 2}, "gpipe", 2, 8, 4, 1),
         ({"pipe": 2, "fsdp": 2, "tensor": 2}, "1f1b", 3, 6, 2, 1),  # rows that stages cannot share
         ({"pipe": 2, "fsdp": 2, "tensor": 2}, "circular", 3, 6, 4, 2),
         exhaustive({"pipe": 4, "fsdp": 2}, "1f1b", 2, 16, 4, 1),
@@ -174,6 +174,7 @@ def test_masks_differ_between_stages_microbatches_and_parts_of_the_batch(num_dev
     assert 0.1 < (rows > 0).float().mean() < 0.4  # a quarter, as two masks are drawn
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [exhaustive("gpipe"), "1f1b"])
 def test_bfloat16_and_evaluation(num_devices, schedule):

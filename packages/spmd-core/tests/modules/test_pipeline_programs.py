@@ -58,7 +58,7 @@ def step(mesh, schedule, m):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_pending")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [exhaustive("gpipe"), "1f1b"])
 def test_activations_are_permuted_and_gradients_reduced_once(num_devices, schedule):
     if num_devices != 8:
         pytest.skip("needs eight devices, for three axes of two")

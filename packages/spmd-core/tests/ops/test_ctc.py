@@ -21,8 +21,7 @@ TARGETS = torch.tensor([[1, 1, 2, 3], [2, 5, 1, 4], [3, 1, 1, 1], [4, 4, 4, 4]])
 TARGET_LENGTHS = [4, 2, 0, 4]
 
 
-@pytest.mark.parametrize("blank", [0, 5])
-@pytest.mark.parametrize("input_lengths", [[9, 7, 9, 8], [9, 9, 3, 5]])
+@pytest.mark.parametrize(("input_lengths", "blank"), crossed([[9, 7, 9, 8], [9, 9, 3, 5]], [0, 5]))
 def test_losses_and_gradients(input_lengths, blank):
     targets, scale = TARGETS if blank == 0 else TARGETS - 1, torch.rand(BATCH, dtype=torch.float64)
     for zero_infinity in (False, True):

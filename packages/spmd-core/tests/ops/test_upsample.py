@@ -59,9 +59,9 @@ def test_nearest(op: str, num_dims: int) -> None:
             )
 
 
-@pytest.mark.parametrize(("op", "num_dims"), SMOOTH)
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_smooth(op: str, num_dims: int, align_corners: bool) -> None:
+@pytest.mark.parametrize(("case", "align_corners"), crossed(SMOOTH, [False, True]))
+def test_smooth(case: tuple[str, int], align_corners: bool) -> None:
+    op, num_dims = case
     for dtype, factor in CASES if num_dims == 2 else CASES[:2]:
         sizes = [int(n * factor) for n in SIZES[num_dims]]
         check_both(op, values(dtype, 2, 3, *SIZES[num_dims]), sizes, align_corners)

@@ -55,7 +55,7 @@ def test_a_decoder_needs_a_program_for_each_power_of_two():
     assert counter("compiles") <= 5
 
 
-@pytest.mark.parametrize("kind", [exhaustive("heads"), "two axes", "cache", "odd"])
+@pytest.mark.parametrize("kind", [*map(exhaustive, ["heads", "odd"]), "two axes", "cache"])
 def test_a_sharded_decoder(kind, mesh_1d, mesh_2d):
     def marks(tensors):
         x, *weights = tensors[:5]

@@ -132,6 +132,7 @@ def test_one_device_has_such_marks_too():
     assert names(rewritten(refined_marks, graph)).count("mark_sharding") == 1
 
 
+@pytest.mark.exhaustive
 @LIBTPU
 def test_what_is_marked_twice_is_drawn_within_its_shards():
     def draw() -> None:

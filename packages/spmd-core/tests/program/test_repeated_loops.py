@@ -124,6 +124,7 @@ def test_dropout_drops_the_same_as_one_by_one(monkeypatch):
     torch.testing.assert_close(folded_parameters, parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_dropped_elements_are_bit_for_bit_those_of_one_by_one(monkeypatch):
     def kept() -> torch.Tensor:
         torch.manual_seed(7)
@@ -339,6 +340,7 @@ def test_a_language_model_with_dropout_is_the_same_as_one_by_one(monkeypatch):
     agree(folded, one_by_one)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "axes"),

@@ -68,6 +68,7 @@ def test_a_dynamic_cache_takes_a_program_for_each_power_of_two(make):
     assert longer.shape == (2, 23) and spmd.metrics.counter("compiles") == compiled
 
 
+@pytest.mark.exhaustive
 def test_a_static_cache_takes_three_programs(monkeypatch):
     monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 1 << 20)
     check(llama, cache_implementation="static")
