@@ -6,6 +6,11 @@ The project's own step is compared with this one (`fixed_llama_step.py`). It com
 stay split, clipping by the global norm of all gradients, and AdamW, in float32. Parameters have
 Hugging Face's names, shapes and shardings, so that weights can be copied from torch and compared.
 
+What is kept from forward to backward is a choice between memory and time. The recipe's step drops
+what it has gathered, parameters and sequences, and the probabilities of attention, and makes them
+again in the backward, as FSDP, sequence parallelism and flash attention do. So does this program
+with `keeps_nothing_gathered`; without it, it keeps all that autodiff would.
+
 Legend: B sequences, T tokens, V vocabulary, D width, F hidden size of an MLP, H heads, G heads of
 keys and values, R heads that share one of these, K head dim, N = B x T.
 """
@@ -17,6 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.jax_gpt2_step import Parameters, State
@@ -25,6 +31,7 @@ from examples.llama_tp.presets import PRESETS, ModelPreset
 FSDP, TENSOR = "fsdp", "tensor"
 Step = Callable[..., tuple[State, jax.Array]]
 LEARNING_RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0
+_KEPT = "kept"  # the name, in the backward's policy, of what it does not make again
 NORM_EPSILON, THETA = 1e-6, 10_000.0  # transformers' defaults
 
 
@@ -36,11 +43,14 @@ class Setup:
         model: the sizes; its batch and its length of sequences count, too.
         fsdp: shards of batch, parameters, gradients and optimizer state.
         tensor: shards of heads, hidden units, vocabulary, and of sequences between layers.
+        keeps_nothing_gathered: whether the backward gathers parameters and sequences again, and
+            computes the probabilities of attention again, as the recipe's step does.
     """
 
     model: ModelPreset = PRESETS["tiny"]
     fsdp: int = 4
     tensor: int = 2
+    keeps_nothing_gathered: bool = True
 
     @property
     def num_devices(self) -> int:
@@ -95,10 +105,15 @@ def parameter_shapes(model: ModelPreset) -> dict[str, tuple[int, ...]]:
 # --- The model ------------------------------------------------------------------------------------
 
 
+def kept(x: jax.Array) -> jax.Array:
+    """A value that the backward reads as the forward computed it."""
+    return checkpoint_name(x, _KEPT)
+
+
 def rms_norm(x_BTD: jax.Array, weight_D: jax.Array) -> jax.Array:
     """Each row over the root of its mean square."""
-    mean = jnp.mean(x_BTD * x_BTD, -1, keepdims=True)
-    return x_BTD * jax.lax.rsqrt(mean + NORM_EPSILON) * weight_D
+    factor = kept(jax.lax.rsqrt(jnp.mean(x_BTD * x_BTD, -1, keepdims=True) + NORM_EPSILON))
+    return kept(kept(x_BTD * factor) * weight_D)
 
 
 def rotated(x_BHTK: jax.Array, cos_TK: jax.Array, sin_TK: jax.Array) -> jax.Array:
@@ -122,13 +137,21 @@ def attention(q_BTE: jax.Array, k_BTE: jax.Array, v_BTE: jax.Array, setup: Setup
     q_BHTK, k_BGSK, v_BGSK = (
         x.reshape(batch, seq, -1, dim).swapaxes(1, 2) for x in (q_BTE, k_BTE, v_BTE)
     )
-    q_BHTK, k_BGSK = (rotated(x, cos_TK, sin_TK) for x in (q_BHTK, k_BGSK))
+    q_BHTK, k_BGSK = (kept(rotated(x, cos_TK, sin_TK)) for x in (q_BHTK, k_BGSK))
+    v_BGSK = kept(v_BGSK)
     q_BGRTK = q_BHTK.reshape(batch, groups, -1, seq, dim)
+    # With a policy that saves nothing, the backward computes scores and softmax again.
+    attend = jax.checkpoint(_attended) if setup.keeps_nothing_gathered else _attended
+    out_BGRTK = attend(q_BGRTK, k_BGSK, v_BGSK)
+    return kept(out_BGRTK.reshape(batch, -1, seq, dim).swapaxes(1, 2).reshape(batch, seq, width))
+
+
+def _attended(q_BGRTK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array) -> jax.Array:
+    seq, dim = k_BGSK.shape[-2:]
     scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * np.float32(1 / math.sqrt(dim))
     causal_TS = jnp.tril(jnp.ones((seq, seq), bool))
     weights = jax.nn.softmax(jnp.where(causal_TS, scores, jnp.finfo(np.float32).min), axis=-1)
-    out_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", weights, v_BGSK)
-    return out_BGRTK.reshape(batch, -1, seq, dim).swapaxes(1, 2).reshape(batch, seq, width)
+    return jnp.einsum("bgrts,bgsk->bgrtk", weights, v_BGSK)
 
 
 def _angles(seq: int, dim: int) -> np.ndarray:
@@ -151,28 +174,46 @@ def loss_fn(
     def pinned(x: jax.Array, *spec: str | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def of(name: str) -> jax.Array:
+    def weight(name: str, value: jax.Array) -> jax.Array:
         """A parameter, gathered over fsdp."""
-        entries = [None if axis == FSDP else axis for axis in partition_spec(name)]
-        return pinned(parameters[name], *entries)
+        return pinned(value, *(None if axis == FSDP else axis for axis in partition_spec(name)))
 
-    x_BTD = pinned(of("model.embed_tokens.weight")[tokens_BT], FSDP, TENSOR)
+    def attended(x_BTD: jax.Array, own: Parameters) -> jax.Array:
+        p = {name: weight(name, value) for name, value in own.items()}
+        y_BTD = pinned(rms_norm(x_BTD, p["input_layernorm.weight"]), FSDP)
+        q, k, v = (linear(y_BTD, p[f"self_attn.{n}_proj.weight"]) for n in "qkv")
+        q, k, v = (pinned(x, FSDP, None, TENSOR) for x in (q, k, v))
+        y_BTD = linear(attention(q, k, v, setup), p["self_attn.o_proj.weight"])
+        return x_BTD + pinned(y_BTD, FSDP, TENSOR)
+
+    def transformed(x_BTD: jax.Array, own: Parameters) -> jax.Array:
+        p = {name: weight(name, value) for name, value in own.items()}
+        y_BTD = pinned(rms_norm(x_BTD, p["post_attention_layernorm.weight"]), FSDP)
+        gate_BTF = kept(pinned(linear(y_BTD, p["mlp.gate_proj.weight"]), FSDP, None, TENSOR))
+        up_BTF = kept(pinned(linear(y_BTD, p["mlp.up_proj.weight"]), FSDP, None, TENSOR))
+        hidden_BTF = kept(kept(jax.nn.silu(gate_BTF)) * up_BTF)
+        y_BTD = linear(hidden_BTF, p["mlp.down_proj.weight"])
+        return x_BTD + pinned(y_BTD, FSDP, TENSOR)
+
+    def logits(x_BTD: jax.Array, own: Parameters) -> jax.Array:
+        p = {name: weight(name, value) for name, value in own.items()}
+        y_BTD = pinned(rms_norm(x_BTD, p["model.norm.weight"]), FSDP)
+        return pinned(linear(y_BTD, p["lm_head.weight"]), FSDP, None, TENSOR)
+
+    def part(function: Callable[..., jax.Array], x: jax.Array, prefix: str, *of: str) -> jax.Array:
+        if setup.keeps_nothing_gathered:
+            policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+            function = jax.checkpoint(function, policy=policy)
+        own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+        return function(x, {name: p for name, p in own.items() if name.startswith(of)})
+
+    table_VD = weight("embed_tokens.weight", parameters["model.embed_tokens.weight"])
+    x_BTD = pinned(table_VD[tokens_BT], FSDP, TENSOR)
     for i in range(setup.model.num_layers):
         h = f"model.layers.{i}."
-        y_BTD = rms_norm(x_BTD, of(h + "input_layernorm.weight"))
-        y_BTD = pinned(y_BTD, FSDP)
-        q, k, v = (linear(y_BTD, of(f"{h}self_attn.{n}_proj.weight")) for n in "qkv")
-        q, k, v = (pinned(x, FSDP, None, TENSOR) for x in (q, k, v))
-        y_BTD = attention(q, k, v, setup)
-        y_BTD = linear(y_BTD, of(h + "self_attn.o_proj.weight"))
-        x_BTD = x_BTD + pinned(y_BTD, FSDP, TENSOR)
-        y_BTD = pinned(rms_norm(x_BTD, of(h + "post_attention_layernorm.weight")), FSDP)
-        gate_BTF = pinned(linear(y_BTD, of(h + "mlp.gate_proj.weight")), FSDP, None, TENSOR)
-        up_BTF = pinned(linear(y_BTD, of(h + "mlp.up_proj.weight")), FSDP, None, TENSOR)
-        y_BTD = linear(jax.nn.silu(gate_BTF) * up_BTF, of(h + "mlp.down_proj.weight"))
-        x_BTD = x_BTD + pinned(y_BTD, FSDP, TENSOR)
-    x_BTD = pinned(rms_norm(x_BTD, of("model.norm.weight")), FSDP)
-    logits_BTV = pinned(linear(x_BTD, of("lm_head.weight")), FSDP, None, TENSOR)
+        x_BTD = part(attended, x_BTD, h, "input_layernorm", "self_attn")
+        x_BTD = part(transformed, x_BTD, h, "post_attention_layernorm", "mlp")
+    logits_BTV = part(logits, x_BTD, "", "model.norm", "lm_head")
     picked_BT = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT).mean()
 
@@ -261,4 +302,7 @@ def build(
         out_shardings=(state_sharding, replicated),
         donate_argnums=0,
     )
-    return jitted.lower(state, *batch).compile(), state, batch
+    # XLA's CPU backend would else drop the barriers of jax.checkpoint, and keep what was gathered.
+    keeps_barriers: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    options = keeps_barriers if setup.keeps_nothing_gathered else None
+    return jitted.lower(state, *batch).compile(compiler_options=options), state, batch

@@ -1,5 +1,7 @@
 """The reference program computes the results of the Llama recipe's step in eager torch."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -27,14 +29,19 @@ def test_names_and_shapes_are_hugging_faces() -> None:
     }
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (4, 2)])
-def test_three_steps_equal_torch(monkeypatch: pytest.MonkeyPatch, fsdp: int, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "keeps_nothing_gathered"),
+    [(1, 1, False), (4, 2, False), (4, 2, True)],
+)
+def test_three_steps_equal_torch(
+    monkeypatch: pytest.MonkeyPatch, fsdp: int, tensor: int, keeps_nothing_gathered: bool
+) -> None:
     if fsdp * tensor > jax.device_count():
         pytest.skip(f"needs {fsdp * tensor} devices; this run has {jax.device_count()}")
     monkeypatch.setattr(reference, "MAX_NORM", 0.5)  # so that the gradients are scaled
     # With torch's 1e-8, Adam scales a gradient that is almost 0, and its rounding, to a full step.
     monkeypatch.setattr(reference, "EPSILON", 1e-3)
-    setup = reference.Setup(TINY, fsdp, tensor)
+    setup = reference.Setup(TINY, fsdp, tensor, keeps_nothing_gathered)
     model = make_torch_model(TINY)
     parameters = [*model.parameters()]
     groups = decay_groups(parameters, reference.WEIGHT_DECAY)
@@ -67,3 +74,20 @@ def test_three_steps_equal_torch(monkeypatch: pytest.MonkeyPatch, fsdp: int, ten
         assert isinstance(sharding, jax.sharding.NamedSharding)
         assert sharding.spec == reference.partition_spec(name), name
     assert int(state.num_steps) == 3
+
+
+def gathers(keeps_nothing_gathered: bool) -> list[str]:
+    setup = reference.Setup(TINY, keeps_nothing_gathered=keeps_nothing_gathered)
+    values = {n: np.zeros(s, np.float32) for n, s in reference.parameter_shapes(TINY).items()}
+    step, _, _ = reference.build(setup, values, *batch_of(setup))
+    text = step.as_text()  # type: ignore[attr-defined]
+    return re.findall(r"= (\S+?)\{\S* all-gather\(", text)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_parameters_are_gathered_twice_unless_they_are_kept() -> None:
+    d, f, k = TINY.width, TINY.hidden // 2, TINY.width // 4
+    kept, again = gathers(False), gathers(True)
+    for shape in (f"{f},{d}", f"{d},{f}", f"{k},{d}"):
+        once = kept.count(f"f32[{shape}]")
+        assert once and again.count(f"f32[{shape}]") > once, shape

@@ -185,6 +185,18 @@ FAULTS = (
         "not before[1] or len(before[1]) != len(after[1]) + 1",
     ),
     Fault(
+        "spmd_core/program/passes/column_gathers.py",
+        "a table's columns lie behind each other as whole shards",
+        "return shards.swapaxes(0, 1).reshape(shard.shape[0], -1)",
+        "return shards.reshape(shard.shape[0], -1)",
+    ),
+    Fault(
+        "spmd_core/program/reductions.py",
+        "a table's gradient is cut by rows where devices have its columns",
+        "blocks = total.reshape(len(total), mesh.mesh_shape[axis], -1).swapaxes(0, 1)",
+        "blocks = total.reshape(mesh.mesh_shape[axis], len(total), -1)",
+    ),
+    Fault(
         "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",

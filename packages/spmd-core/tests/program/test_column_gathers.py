@@ -11,7 +11,8 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core import debugging
-from spmd_core.program.passes.column_gathers import GATHER, column_gathers
+from spmd_core.program.passes.batch_sums import batch_sums
+from spmd_core.program.passes.column_gathers import GATHER, GATHER_BLOCKS, column_gathers
 
 several = pytest.mark.skipif(
     spmd.global_runtime_device_count() < 4, reason="needs a mesh of two axes"
@@ -24,9 +25,9 @@ def mesh():
     return spmd.Mesh(range(num), (num // 2, 2), ("fsdp", "tensor"))
 
 
-def num_gathers(*tensors, platform="cpu"):
+def num_gathers(*tensors, platform="cpu", name=GATHER):
     graph = rewritten(column_gathers, graph_of(*tensors), platform)
-    return sum(op.entry.name == GATHER for op in graph.ops)
+    return sum(op.entry.name == name for op in graph.ops)
 
 
 def product(before, after, use=F.linear, shape=(HIDDEN, WIDTH)):
@@ -56,9 +57,69 @@ def test_which_gathers(before, after, count) -> None:
 @several
 def test_only_for_products_and_even_blocks() -> None:
     before, after = ("tensor", "fsdp"), ("tensor", None)
-    assert num_gathers(product(before, after, lambda x, w: x + w[:BATCH])) == 0
-    assert num_gathers(product(before, after, lambda x, w: x @ w.t())) == 1
-    assert num_gathers(product(before, after, shape=(HIDDEN - 1, WIDTH))) == 0
+    for use, of_products in ((lambda x, w: x + w[:BATCH], 0), (lambda x, w: x @ w.t(), 1)):
+        made = product(before, after, use)
+        assert num_gathers(made) == of_products
+        assert num_gathers(made, name=GATHER_BLOCKS) == 1 - of_products
+    uneven = product(before, after, shape=(HIDDEN - 1, WIDTH))
+    assert num_gathers(uneven) == num_gathers(uneven, name=GATHER_BLOCKS) == 0
+    unread = product(before, after, lambda x, w: w)
+    assert num_gathers(unread) == num_gathers(unread, name=GATHER_BLOCKS) == 0
+
+
+class Plan(nn.Module):
+    """A table, and a layer that a tensor parallel plan splits by rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.up = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+
+    def forward(self, ids):
+        return self.up(torch.tanh(self.table(ids)))
+
+
+def planned(device, rows=HIDDEN):
+    torch.manual_seed(0)
+    model, ids = Plan(rows).to(device), torch.arange(BATCH).reshape(-1, 2).to(device)
+    if device == "xla":
+        styles = {
+            "table": spmd.dtensor.RowwiseParallel(
+                input_layouts=spmd.dtensor.Replicate(), output_layouts=spmd.dtensor.Shard(1)
+            ),
+            "up": spmd.dtensor.ColwiseParallel(input_layouts=spmd.dtensor.Shard(1)),
+        }
+        spmd.dtensor.parallelize_module(model, mesh(), styles, axis="tensor")
+        spmd.fully_shard(model, mesh())
+        ids = spmd.mark_sharding(ids, mesh(), ("fsdp", None))
+    loss = model(ids).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@several
+def test_partial_sums_of_products_read_the_transpose() -> None:
+    """The gradient of the layer's input is one; the lookup is a partial sum, and no product."""
+    graph = rewritten(column_gathers, rewritten(batch_sums, graph_of(*planned("xla"))))
+    found = [op.entry.name for op in graph.ops]
+    assert (found.count(GATHER), found.count(GATHER_BLOCKS)) == (2, 1)
+
+
+@several
+@pytest.mark.parametrize("rows", [HIDDEN, HIDDEN - 1])
+def test_a_plan_has_the_values_of_eager_torch(rows) -> None:
+    for mine, right in zip(planned("xla", rows), planned("cpu", rows)):
+        torch.testing.assert_close(mine.cpu(), right, rtol=1e-5, atol=1e-5)
+
+
+@several
+def test_no_table_is_transposed() -> None:
+    """A device has rows of WIDTH / num columns, of a table (HIDDEN / 2, WIDTH) when gathered."""
+    num, rows = mesh().mesh_shape[0], HIDDEN // 2
+    text = debugging.hlo(*planned("xla"))
+    entry = text[text.index("ENTRY ") :]
+    assert re.search(rf"f32\[{num},{rows},{WIDTH // num}\]\S* all-gather", entry)
+    assert re.search(rf"f32\[1,{rows},{WIDTH // num}\]\S* reduce-scatter", entry)
+    assert not re.search(rf"f32\[{rows},{WIDTH}\]\{{0,1\}}", entry)
 
 
 def layer(device, hidden):

@@ -21,6 +21,7 @@ from spmd_core.ops.kernels.traits import Parts, Rows
 from spmd_core.program.batch_reductions import BatchSum
 from spmd_core.program.ir import InsertedEntry, Op, Ref, inserted
 from spmd_core.program.reductions import (
+    Columns,
     Reduction,
     mapped,
     reduced,
@@ -171,6 +172,7 @@ def _lowered(
         if lookup is None and entry.spec.shape == part.spec.shape and len(operands) > 1
         else None
     )
+    columns = _columns(part, context.platform)
 
     def local(blocks: list[jax.Array], values: list[jax.Array], looked_up: Any) -> Any:
         if rows is not None:
@@ -179,8 +181,9 @@ def _lowered(
             total = total.astype(dtypes.to_jax(part.spec.dtype))
             if not reduces:
                 return total[None]
+            is_scattered = rows.gathered is not None
             return reduced_block(
-                total, reduction, part.spec, is_scattered=rows.gathered is not None
+                total, reduction, part.spec, is_scattered=is_scattered, columns=columns
             )
         num_chunks = _num_chunks(part, reduction, context.platform) if reduces else 1
         if num_chunks > 1:
@@ -202,8 +205,7 @@ def _lowered(
             total = total.reshape(part.spec.shape)
         if not reduces:
             return total[None]
-        by_columns = context.platform == "cpu" and _is_matrix_product(part)
-        return reduced_block(total, reduction, part.spec, by_columns=by_columns)
+        return reduced_block(total, reduction, part.spec, columns=columns)
 
     in_specs = [reduction.spec(split) for split in part.how.split]
     function = mapped(
@@ -216,11 +218,14 @@ def _lowered(
     return [without_padding(total, part.spec) if reduces else total]
 
 
-def _is_matrix_product(part: Sum) -> bool:
-    """Whether a partial sum is a product with two dims, as it is."""
+def _columns(part: Sum, platform: str) -> Columns:
+    """How the columns of a partial sum are scattered."""
+    if platform != "cpu":
+        return Columns.AS_THEY_ARE
     traits, shape = part.op.entry.traits, part.spec.shape
     is_whole = part.lookup is None and part.value.spec.shape == shape
-    return is_whole and len(shape) == 2 and traits.is_product and not traits.images
+    is_product = is_whole and len(shape) == 2 and traits.is_product and traits.rows is None
+    return Columns.TRANSPOSED if is_product and not traits.images else Columns.IN_BLOCKS
 
 
 def _num_chunks(part: Sum, reduction: Reduction, platform: str) -> int:

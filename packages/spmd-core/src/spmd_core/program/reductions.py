@@ -1,5 +1,6 @@
 """The reduction of partial sums over devices: its axes, and its form in a manual region."""
 
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,24 @@ from spmd_core.graph.values import Spec
 from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.mesh import Mesh
+
+
+class Columns(enum.Enum):
+    """How the columns of a matrix are scattered.
+
+    XLA's CPU backend scatters along the major dim of a layout: it would transpose the whole matrix,
+    and each shard back.
+
+    Attributes:
+        AS_THEY_ARE: XLA chooses.
+        TRANSPOSED: as the rows of the transpose, which the CPU backend computes in place of a
+            matrix product.
+        IN_BLOCKS: each device's columns are copied first, row by row, to a matrix of their own.
+    """
+
+    AS_THEY_ARE = enum.auto()
+    TRANSPOSED = enum.auto()
+    IN_BLOCKS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -83,14 +102,12 @@ def reduced_block(
     spec: Spec,
     *,
     is_scattered: bool = False,
-    by_columns: bool = False,
+    columns: Columns = Columns.AS_THEY_ARE,
 ) -> jax.Array:
     """Inside the region: the sum of all devices' partial sums, or this device's shard of it.
 
-    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`. With
-    `by_columns`, the columns of a matrix product are scattered as the rows of its transpose: XLA's
-    CPU backend computes that transpose instead of the product. It would else transpose the whole
-    product, as it scatters along the major dim of a layout.
+    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`. `columns` says
+    how the last dim of a matrix is scattered.
     """
     names = jax_axis_names(reduction.mesh)
     if reduction.axis is not None and reduction.dim is not None and not is_scattered:
@@ -98,14 +115,21 @@ def reduced_block(
         padding = [(0, 0)] * total.ndim
         padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
         total = jnp.pad(total, padding)
-        total = (
-            torus.scatter(total.T, reduction.mesh, reduction.axis, 0).T
-            if by_columns and reduction.dim == 1
-            else torus.scatter(total, reduction.mesh, reduction.axis, reduction.dim)
-        )
+        if total.ndim != 2 or reduction.dim == 0:
+            columns = Columns.AS_THEY_ARE
+        total = _scattered(total, reduction.mesh, reduction.axis, reduction.dim, columns)
     rest = [axis for axis in reduction.batch_axes if axis != reduction.axis]
     over = tuple(names[axis] for axis in rest if reduction.size((axis,)) > 1)
     return lax.psum(total, over) if over else total
+
+
+def _scattered(total: jax.Array, mesh: Mesh, axis: int, dim: int, columns: Columns) -> jax.Array:
+    if columns is Columns.TRANSPOSED:
+        return torus.scatter(total.T, mesh, axis, 0).T
+    if columns is Columns.IN_BLOCKS:
+        blocks = total.reshape(len(total), mesh.mesh_shape[axis], -1).swapaxes(0, 1)
+        return lax.squeeze(torus.scatter(blocks, mesh, axis, 0), (0,))
+    return torus.scatter(total, mesh, axis, dim)
 
 
 def without_padding(total: jax.Array, spec: Spec) -> jax.Array:

@@ -2,12 +2,15 @@
 
 Where a tensor parallel plan splits the rows of a weight, `fully_shard` splits its columns. The CPU
 backend of XLA gathers along the major dim of a layout: it would transpose the shard, gather, and
-transpose the whole weight back for the product that reads it. A product can read the transpose
-instead, which saves the second. GPUs and TPUs choose layouts after they have seen all readers.
+transpose the whole weight back for the operation that reads it. A product can read the transpose
+instead, forward and backward, which saves the second. For others, such as a lookup, the shards are
+gathered as they are, one after the other, and each is copied to its columns, row by row. GPUs and
+TPUs choose layouts after they have seen all readers.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -18,11 +21,13 @@ from spmd_core.ops.kernels.traits import SAME, Elements
 from spmd_core.program.ir import Graph, InsertedEntry, Op, Ref, Rewriter
 from spmd_core.program.mark_names import MARK_SHARDING
 from spmd_core.program.moved_dims import axes_of_mark, axes_of_weight
+from spmd_core.program.partial_sums import PartialSumEntry
 from spmd_core.program.target import Target
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.mesh import Mesh
 
-GATHER = "spmd::gather_columns"
+# For products, and for others.
+GATHER, GATHER_BLOCKS = "spmd::gather_columns", "spmd::gather_blocks"
 
 
 def column_gathers(graph: Graph, target: Target) -> Graph:
@@ -31,9 +36,7 @@ def column_gathers(graph: Graph, target: Target) -> Graph:
         return graph
     users = graph.users()
     gathers = {
-        op: axes
-        for op in graph.ops
-        if (axes := _axes(op, target)) is not None and _is_read_by_products(Ref(op), users)
+        op: axes for op in graph.ops if (axes := _axes(op, target)) is not None and Ref(op) in users
     }
     if not gathers:
         return graph
@@ -44,8 +47,10 @@ def column_gathers(graph: Graph, target: Target) -> Graph:
             rewriter.keep(op)
             continue
         assert op.entry.sharding is not None
-        kernel = functools.partial(_gathered, op.entry.sharding.mesh, *axes)
-        entry = InsertedEntry(GATHER, kernel, (op.entry.spec.logical,), traits=SAME)
+        for_products = _is_read_by_products(Ref(op), users)
+        name, block = (GATHER, _transposed) if for_products else (GATHER_BLOCKS, _side_by_side)
+        kernel = functools.partial(_gathered, block, op.entry.sharding.mesh, *axes)
+        entry = InsertedEntry(name, kernel, (op.entry.spec.logical,), traits=SAME)
         made = rewriter.add(entry, [rewriter.now(op.operands[0])], op.source)
         rewriter.replace(Ref(op), Ref(made))
     return rewriter.graph()
@@ -77,18 +82,32 @@ def _axes(op: Op, target: Target) -> tuple[tuple[int, ...], tuple[int, ...], int
 
 
 def _is_read_by_products(value: Ref, users: dict[Ref, list[Op]]) -> bool:
-    """Whether only products read a value, or its transpose."""
+    """Whether only products, or partial sums of them, read a value, or its transpose."""
     for op in users.get(value, ()):
         is_transpose = op.source_of_elements(Elements.PERMUTED) is not None
         if is_transpose and not op.entry.sharding and not op.is_cast:
             if not _is_read_by_products(Ref(op), users):
                 return False
-        elif not op.entry.traits.is_product or op.entry.traits.images:
+            continue
+        entry = op.entry.part.op.entry if isinstance(op.entry, PartialSumEntry) else op.entry
+        if not entry.traits.is_product or entry.traits.images:
             return False
     return value in users
 
 
+def _transposed(shard: jax.Array, axis: str) -> jax.Array:
+    """Inside the region: the gathered columns, as the transpose of an array of rows."""
+    return lax.all_gather(shard.T, axis, axis=0, tiled=True).T
+
+
+def _side_by_side(shard: jax.Array, axis: str) -> jax.Array:
+    """Inside the region: the gathered columns, in an array of this layout."""
+    shards = lax.all_gather(shard, axis, axis=0)
+    return shards.swapaxes(0, 1).reshape(shard.shape[0], -1)
+
+
 def _gathered(
+    block: Callable[[jax.Array, str], jax.Array],
     mesh: Mesh,
     rows: tuple[int, ...],
     columns: tuple[int, ...],
@@ -99,12 +118,8 @@ def _gathered(
 ) -> list[jax.Array]:
     names = jax_axis_names(mesh)
     of_rows, of_columns = (tuple(names[axis] for axis in axes) for axes in (rows, columns))
-
-    def block(weight: jax.Array) -> jax.Array:
-        return lax.all_gather(weight.T, names[gathered], axis=0, tiled=True).T
-
     mapped = jax.shard_map(
-        block,
+        lambda shard: block(shard, names[gathered]),
         mesh=jax_mesh(mesh),
         in_specs=PartitionSpec(of_rows or None, (*of_columns, names[gathered])),
         out_specs=PartitionSpec(of_rows or None, of_columns or None),
