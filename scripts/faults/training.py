@@ -128,6 +128,30 @@ FAULTS = (
         "return True",
     ),
     Fault(
+        "spmd_core/checkpoint/staging.py",
+        "the next step takes over the buffers that a checkpoint is written from",
+        'memory.copy(host) if devices.platform() == "cpu" else np.ascontiguousarray(host)',
+        "np.ascontiguousarray(host)",
+    ),
+    Fault(
+        "spmd_core/checkpoint/entries.py",
+        "all stages of a pipeline are saved as the first one",
+        "Entry(tensor, stage)",
+        "Entry(tensor, 0)",
+    ),
+    Fault(
+        "spmd_core/checkpoint/blocks.py",
+        "the first of the devices that hold a block writes it",
+        "by_id[(start + number) % len(by_id)]",
+        "by_id[0]",
+    ),
+    Fault(
+        "spmd_core/checkpoint/manager.py",
+        "steps that are to go stay",
+        "            lock.remove_step(self._folder / str(step))",
+        "            pass",
+    ),
+    Fault(
         "spmd_core/steps/capture/guards.py",
         "a captured step does not see that a variable of a closure has changed",
         "and all(held(cell) is value for cell, value in self._cells)",
