@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from spmd_core import dtypes
@@ -135,8 +136,13 @@ class Restoration:
             return
         first = index[0].start
         for piece in self.reader.pieces(name, index):
-            part = dtypes.tensor_view(self.reader.read(name, piece))
-            into[piece[0].start - first : piece[0].stop - first].copy_(part)
+            part = self.reader.read(name, piece)
+            rows = into[piece[0].start - first : piece[0].stop - first]
+            if dtypes.to_torch(part.dtype) == rows.dtype:
+                # By numpy: torch's copy spreads over threads, which wait for those that read.
+                np.copyto(dtypes.numpy_view(rows), part)
+            else:
+                rows.copy_(dtypes.tensor_view(part))
 
     def check_arrays(self, nodes: Sequence[Node]) -> None:
         """Raises CheckpointError for an array on the disk that is not what the state says of it."""

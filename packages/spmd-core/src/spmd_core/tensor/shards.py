@@ -154,7 +154,9 @@ def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], Non
     arrays = []
     for bounds, holders in buffers.blocks_of(placement.device_sharding, stored_shape).items():
         inside = _inside(bounds, spec.shape)
-        block = torch.zeros([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
+        is_padded = any(s.stop < b for s, (_, b) in zip(inside, bounds))
+        make = torch.zeros if is_padded else torch.empty  # `read` fills it
+        block = make([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
         read(inside, block[tuple(slice(s.stop - s.start) for s in inside)])
         arrays += buffers.put(block, holders)
     with lock:
