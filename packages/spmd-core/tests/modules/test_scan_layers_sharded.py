@@ -164,7 +164,8 @@ def test_a_unit_is_gathered_in_its_own_iteration(mesh_1d, eight):
         if re.search(r" all-gather(-start)?\(", line)
     ]
     sizes = {shape for line in gathers for rank in (1, 2, 3) for shape in shapes(line, rank)}
-    assert {(96, 64), (64, 96)} <= sizes <= {(96, 64), (64, 96), (96,), (64,)}
+    # The CPU's gathers have the columns of a weight as the rows of its transpose.
+    assert {(96, 64)} <= sizes <= {(96, 64), (96,), (64,)}
     assert len(gathers) <= 2 * 4  # each parameter in forward, and again in backward
     assert {(5, 12, 64), (5, 64, 12)} <= shapes(text, 3)
     assert not shapes(text, 3) & {(5, 96, 64), (5, 64, 96)}
