@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from spmd_core.steps.capture import guards, reachable
+from spmd_core.steps.capture import dict_versions, reachable
 from spmd_core.steps.capture.guards import Guards
 
 
@@ -150,7 +150,7 @@ def guarded(monkeypatch):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change, versions, monkeypatch):
     if not versions:
-        monkeypatch.setattr(guards, "_version_of", None)
+        monkeypatch.setattr(dict_versions, "_version_of", None)
     of, own = guarded(monkeypatch)
     CHANGES[change](of)
     assert not own.hold() and not own.hold()

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from spmd_core import releases
 from spmd_core.graph.storage import Storage
-from spmd_core.steps.capture import contents
+from spmd_core.steps.capture import contents, dict_versions
 from spmd_core.steps.capture.accumulators import Accumulators
+from spmd_core.steps.capture.dict_versions import DictVersions
 from spmd_core.steps.capture.reachable import MISSING, Reached, held
 from spmd_core.tensor import changes
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -25,8 +25,6 @@ _handle_of = operator.attrgetter("_handle")
 _code_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _requires_grad: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-# A number that is another one after each change of a dict. None: look at all dicts at each call.
-_version_of = releases.dict_version()
 # Dicts that only change by methods of dict. The order of an OrderedDict changes by its own, which
 # is nothing while it has one item.
 _VERSIONED = (dict, defaultdict)
@@ -47,8 +45,8 @@ class Guards:
         free = {(id(mapping), key) for path in live for mapping, key in [reached.numbers[path]]}
         self._tensors = _Tensors(reached, storages)
         self._dicts, self._others = _mappings(reached, free)
-        self._versions: list[int | None] = [None] * len(self._dicts)
-        self._versioned = [one.mapping for one in self._dicts]
+        self._dict_versions = DictVersions([one.mapping for one in self._dicts])
+        self._versions: Sequence[Any] = ()
         self._empty = [x for x in (*reached.mappings, *reached.sequences) if not x]
         self._sequences = [x for x in reached.sequences if x]
         self._sequence_sizes = [len(s) for s in self._sequences]
@@ -81,14 +79,14 @@ class Guards:
         return self._tensors.require_grad(storages)
 
     def _dicts_hold(self) -> bool:
-        if _version_of is None:
+        if not dict_versions.are_told():
             return all(one.holds() for one in self._dicts)
         # Before the dicts are looked at.
-        versions: list[int | None] = [*map(_version_of, self._versioned)]
+        versions = self._dict_versions.now()
         if versions == self._versions:
             return True
-        for one, old, new in zip(self._dicts, self._versions, versions):
-            if old != new and not one.holds():
+        for i in self._dict_versions.changed(self._versions, versions):
+            if not self._dicts[i].holds():
                 return False
         self._versions = versions
         return True
