@@ -152,6 +152,12 @@ FAULTS = (
         "            pass",
     ),
     Fault(
+        "spmd_core/checkpoint/manager.py",
+        "a restore that fails has changed tensors",
+        "            if check:",
+        "            if False:",
+    ),
+    Fault(
         "spmd_core/steps/capture/guards.py",
         "a captured step does not see that a variable of a closure has changed",
         "and all(held(cell) is value for cell, value in self._cells)",

@@ -287,16 +287,12 @@ def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d)
     with CheckpointManager(tmp_path, async_=False) as saving:
         for step in range(4):
             saving.save(step, {"t": t})
-        files = glob.glob(f"{tmp_path}/3/arrays/ocdbt.process_0/d/*")
-        largest = max(files, key=os.path.getsize)
-        with open(largest, "r+b") as file:
-            file.seek(os.path.getsize(largest) // 2)
-            file.write(b"\0\1\2\3")
+        _corrupt(tmp_path / "3")
         with pytest.raises(CheckpointError, match=r"step 3 in .* cannot be read: .*[Dd]igest mism"):
             saving.restore({"t": t})
         os.remove(max(glob.glob(f"{tmp_path}/2/arrays/ocdbt.process_0/d/*"), key=os.path.getsize))
         with pytest.raises(
-            CheckpointError, match=r"step 2 in .* cannot be read.*Restore an earlier"
+            CheckpointError, match=r"step 2 in .* cannot be read: .*Restore the step before.*step=1"
         ):
             saving.restore({"t": t}, 2)
         (tmp_path / "1" / "state" / "metadata").write_text("{")
@@ -308,6 +304,48 @@ def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d)
         t.zero_()
         saving.restore({"t": t}, 0)
     assert torch.equal(t.cpu(), torch.arange(4096.0))
+
+
+def _corrupt(step):
+    """Changes bytes in the middle of the largest file of a step's arrays."""
+    largest = max(glob.glob(f"{step}/arrays/ocdbt.process_0/d/*"), key=os.path.getsize)
+    with open(largest, "r+b") as file:
+        file.seek(os.path.getsize(largest) // 2)
+        file.write(b"\0\1\2\3")
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("device", ["xla", "cpu"])
+def test_a_restore_that_fails_changes_nothing(tmp_path, mesh_2d, device):
+    axes = (("a", "b"), ("b", "a"), (None, "a"))
+    run = make(mesh_2d, *axes) if device == "xla" else make(None, device="cpu")
+    last = torch.zeros(4096).to(device)
+    state = run.state(tail={"last": last}, generator=torch.Generator(device).manual_seed(3))
+    run.train(1)
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        for step in (1, 2):
+            saving.save(step, state)
+        saved = run.values()
+        _corrupt(tmp_path / "2")
+        run.train(2)
+        last += 1
+        state["generator"].manual_seed(4)
+        before, random = run.values(), torch.get_rng_state()
+        drawn, epoch = state["generator"].get_state(), run.scheduler.last_epoch
+        told = r"step 2 in .* cannot be read: tail\.last: .*tail.last/c/0.*step=1\)\.$"
+        with pytest.raises(CheckpointError, match=told):
+            saving.restore(state)
+        same(run.values(), before)
+        assert (last.cpu() == 1).all() and torch.equal(torch.get_rng_state(), random)
+        assert torch.equal(state["generator"].get_state(), drawn)
+        assert run.scheduler.last_epoch == epoch
+        # Without the check, what was read before has its values.
+        with pytest.raises(CheckpointError, match=told):
+            saving.restore(state, check=False)
+        same(run.values(), saved)
+        saving.restore(state, 1)
+        same(run.values(), saved)
+        assert (last.cpu() == 0).all() and run.scheduler.last_epoch == 1
 
 
 def test_a_state_that_does_not_belong_to_its_arrays(tmp_path):

@@ -16,6 +16,7 @@ import torch
 
 from spmd_core import files, releases, source_lines
 from spmd_core.arguments import require_int, require_kind
+from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import lock, parts, plain
 from spmd_core.checkpoint.entries import packed
 from spmd_core.checkpoint.lock import FolderLock
@@ -30,9 +31,6 @@ from spmd_core.steps.structures import raise_together
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 _FORMAT = 1
-# What Orbax writes into a folder under its final name last of all; such a folder is a whole step.
-_WHOLE = "_CHECKPOINT_METADATA"
-_IDENTITY_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -182,34 +180,12 @@ class CheckpointManager:
         if not processes.is_master():
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._check_identity()
+        steps.check_identity(self._folder, self._identity)
         self._lock = FolderLock(self._folder)
         lock.remove_leftovers(self._folder)
-        if self._identity is not None and not (self._folder / _IDENTITY_FILE).exists():
-            files.write_text(self._folder / _IDENTITY_FILE, json.dumps(self._identity, indent=2))
-
-    def _check_identity(self) -> None:
-        path = self._folder / _IDENTITY_FILE
-        if self._identity is None or not path.exists():
-            return
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(
-                f"a folder of checkpoints says whose they are; {path} cannot be read: {error}. "
-                "Name another folder."
-            ) from error
-        differing = [
-            f"{name}: {before.get(name)!r} there, {self._identity.get(name)!r} here"
-            for name in {**before, **self._identity}
-            if before.get(name) != self._identity.get(name)
-            or (name in before) != (name in self._identity)
-        ]
-        if differing:
-            raise CheckpointError(
-                f"a folder has the checkpoints of one run; {self._folder} has those of another: "
-                f"{'; '.join(differing)}. Name another folder, or run with what is there."
-            )
+        path = self._folder / steps.IDENTITY_FILE
+        if self._identity is not None and not path.exists():
+            files.write_text(path, json.dumps(self._identity, indent=2))
 
     # --- Which steps there are --------------------------------------------------------------------
 
@@ -219,13 +195,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The whole steps that are on the disk now, ascending."""
-        if not self._folder.is_dir():
-            return []
-        return sorted(
-            int(path.name)
-            for path in self._folder.iterdir()
-            if path.name.isdecimal() and (path / _WHOLE).is_file()
-        )
+        return steps.whole_steps(self._folder)
 
     def latest(self) -> int | None:
         """The newest whole step that is on the disk now; None if there is none."""
@@ -325,8 +295,8 @@ class CheckpointManager:
         if not processes.is_master():
             return
         files.sync_folder(self._folder)
-        steps = [self._written(step) for step in self.all_steps()]
-        for step in self._retention.removed(steps, time.time()):
+        there = [self._written(step) for step in self.all_steps()]
+        for step in self._retention.removed(there, time.time()):
             lock.remove_step(self._folder / str(step))
             self._known.pop(step, None)
 
@@ -346,6 +316,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         convert: bool = False,
+        check: bool = True,
     ) -> Restored:
         """Gives a state the values of a saved one, in place. Waits for the transfers.
 
@@ -354,8 +325,10 @@ class CheckpointManager:
         state is made where it is not born yet, sharded as its parameters. torch's CPU generator
         gets its saved state.
 
-        Everything is compared before anything changes. Each chunk that is read is compared with
-        its checksum.
+        Everything is compared, and each chunk that this process needs is read and compared with
+        its checksum, before anything changes in any process. Memory for both the values before and
+        those that come is not taken: what is needed is read twice, the second time mostly from the
+        system's cache of files.
 
         Args:
             state: the parts by name, as for `save`.
@@ -364,15 +337,36 @@ class CheckpointManager:
                 besides.
             convert: whether values may be converted to the tensors' dtypes: floating-point ones to
                 each other, and integers to wider ones.
+            check: whether everything is read once before anything changes. Without, each chunk is
+                read once, and checked then; a damaged one leaves new values in the tensors before
+                it, and another step is to be restored, or the state to be built again.
 
         Raises:
             CheckpointError: there is no such step; or the state differs, with all differences; or
-                the step is damaged, found before anything changed or at a chunk: then tensors
-                before it have new values, and another step is to be restored.
+                the step is damaged. Then the state is as it was, unless `check` is false, or the
+                files changed since they were checked.
+            SpmdError: another process could not read its part; the state is as it was.
+            Exception: what a part's own `load_state_dict` raises, or a device that lacks memory:
+                then parts of the state have new values.
         """
         self._refuse_closed()
         self.wait()
         step = self._found(step)
+        error: Exception | None = None
+        try:
+            restoration, restored = self._planned(state, step, strict=strict, convert=convert)
+            if check:
+                restoration.check()
+        except (OSError, CheckpointError) as raised:
+            error = raised
+        raise_together(error, action="read")
+        restoration.run()
+        return Restored(step, restored, restoration.missing, restoration.extra)
+
+    def _planned(
+        self, state: Mapping[str, Any], step: int, *, strict: bool, convert: bool
+    ) -> tuple[Restoration, dict[str, Any]]:
+        """What a restore is to do, and the parts that it returns. Changes nothing."""
         reader = Reader(self._folder / str(step))
         about = reader.state()
         if about.get("format") != _FORMAT:
@@ -388,8 +382,7 @@ class CheckpointManager:
         restoration.fill("random", about["random"], parts.Entry(random))
         restoration.afterwards.append(lambda: torch.set_rng_state(random))
         restoration.check_arrays([*parts.nodes(about["parts"])])
-        restoration.run()
-        return Restored(step, restored, restoration.missing, restoration.extra)
+        return restoration, restored
 
     def _found(self, step: int | None) -> int:
         there = self.all_steps()
@@ -416,7 +409,7 @@ class CheckpointManager:
         return chosen
 
     def _listed(self) -> str:
-        return ", ".join(map(str, self.all_steps())) or "none"
+        return steps.listed(self._folder)
 
     # --- The end ----------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Restoring a state: what goes where, everything that does not fit at once, then block by block.
 
-Nothing changes before all of the state has been compared with what was saved.
+Nothing changes before all of the state has been compared with what was saved, and all that is to be
+read was read once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,16 @@ class Restoration:
             if fill.is_stacked and len(fill.names) < len(fill.tensor):
                 del self._fills[key]
 
+    def check(self) -> None:
+        """Reads all that `run` will read, and keeps none of it.
+
+        Raises:
+            CheckpointError: an array cannot be read, or a chunk's checksum is another.
+        """
+        for fill in self._fills.values():
+            for name, index in _needed(fill):
+                self.reader.check(name, index)
+
     def run(self) -> None:
         """Gives all tensors their values, then calls `afterwards`. Waits for the transfers.
 
@@ -171,6 +182,20 @@ class Restoration:
                 + "\nBuild the state that was saved"
                 + (", or pass strict=False for missing and extra ones." if strict else ".")
             )
+
+
+def _needed(fill: _Fill) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """The arrays, and the blocks of them, that a tensor gets on this process's devices."""
+    tensor = fill.tensor
+    blocks = [tuple(slice(0, n) for n in tensor.shape)]
+    if isinstance(tensor, XLAShardedTensor) and isinstance(tensor._handle, Storage):
+        blocks = shards.local_blocks(tensor._handle)
+    for index in blocks:
+        if fill.is_stacked:
+            for row in range(index[0].start, index[0].stop):
+                yield fill.names[row], index[1:]
+        else:
+            yield fill.names[0], index
 
 
 def new(

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_core.checkpoint.folder import whole_steps
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes
@@ -296,7 +298,7 @@ class Reader:
             try:
                 self._open[name] = ts.open(spec, read=True, context=self._context).result()
             except (ValueError, OSError) as error:
-                raise damaged(self.folder, str(error)) from error
+                raise damaged(self.folder, f"{name}: {error}") from error
         return self._open[name]
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
@@ -309,8 +311,27 @@ class Reader:
         try:
             found: np.ndarray = array[tuple(index)].read().result()
         except (ValueError, OSError) as error:
-            raise damaged(self.folder, str(error)) from error
+            raise damaged(self.folder, f"{name}: {error}") from error
         return found
+
+    def check(self, name: str, index: Sequence[slice]) -> None:
+        """Reads a block of an array, and keeps nothing of it.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        if any(s.stop <= s.start for s in index):
+            return
+        array, reading = self.array(name), deque[Any]()
+        try:
+            for piece in self.pieces(name, index):
+                reading.append(array[tuple(piece)].read())
+                if len(reading) > 1:  # one is checked while the next is read
+                    reading.popleft().result()
+            while reading:
+                reading.popleft().result()
+        except (ValueError, OSError) as error:
+            raise damaged(self.folder, f"{name}: {error}") from error
 
     def pieces(self, name: str, index: Sequence[slice]) -> list[tuple[slice, ...]]:
         """A block in parts that are read one at a time, along its first dim and whole chunks."""
@@ -329,8 +350,13 @@ def damaged(step: Path, why: str) -> CheckpointError:
     """The error for a step that cannot be read."""
     why, _, _ = why.partition(" [tensorstore_spec=")
     why, _, _ = why.partition(" [source locations=")
+    before = [number for number in whole_steps(step.parent) if number < int(step.name)]
+    advice = (
+        f"Restore the step before: manager.restore(state, step={before[-1]})"
+        if before
+        else "There is no step before it: restore a later one, or begin anew"
+    )
     return CheckpointError(
         f"a checkpoint is read as it was written, and each chunk has its checksum; step "
-        f"{step.name} in {step.parent} cannot be read: {' '.join(why.split())}. Restore an earlier "
-        "step: manager.restore(state, step=...)."
+        f"{step.name} in {step.parent} cannot be read: {' '.join(why.split())}. {advice}."
     )

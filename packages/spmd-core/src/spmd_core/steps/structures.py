@@ -213,24 +213,25 @@ def write(host: Any, path: str | os.PathLike[str] | IO[bytes]) -> None:
         ) from error
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_together(error: Exception | None, *, action: str = "write") -> None:
     """Ends an action of several processes: none returns before all have called this.
 
     Args:
         error: this process's own error, which is raised here; None if it has none.
+        action: what they did with files, for the message: a verb.
 
     Raises:
         SpmdError: another process has an error, and this one has none.
     """
     if processes.process_count() > 1:
         everyone = tuple(range(processes.process_count()))
-        watch.note_transfer("end of writing", source_lines.user_line(), everyone)
+        watch.note_transfer(f"end of a {action}", source_lines.user_line(), everyone)
         # Also in a process that failed, as the others wait here.
         failed = np.flatnonzero(_multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:
             raise SpmdError(
-                "every process that writes must succeed; "
-                f"process {failed.tolist()} could not write its file. Look at its own error."
+                f"every process that {action}s must succeed; process {failed.tolist()} could not "
+                f"{action} its file. Look at its own error."
             )
     if error is not None:
         raise error
