@@ -1,5 +1,6 @@
 """`CheckpointManager`: saved on one mesh, restored on others; what it refuses; what survives."""
 
+import errno
 import glob
 import json
 import math
@@ -280,6 +281,47 @@ def test_a_save_that_fails_is_told_by_the_next_call(tmp_path, monkeypatch, capfd
         assert saving.restore({"t": torch.ones(1)}, 1).step == 1
         assert saving.all_steps() == [1, 3]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):
+    def refused(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    t = torch.ones(3)
+    with CheckpointManager(tmp_path) as saving:
+        saving.save(1, {"t": t})
+        saving.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(saving._writer._checkpointer, "save", refused)
+            told = r"step 2 could not be written to .*Read-only.*as they were: 1\. .*another folder"
+            with pytest.raises(CheckpointError, match=told):
+                saving.save(2, {"t": t})
+            patch.undo()
+            # Behind the program, where what was begun cannot be removed either.
+            patch.setattr(store.Writer, "wait", refused)
+            patch.setattr(lock, "remove_leftovers", refused)
+            saving.save(3, {"t": t})
+            with pytest.raises(CheckpointError, match=r"step 3 could not be written .*Read-only"):
+                saving.wait()
+        t.zero_()
+        assert saving.restore({"t": t}, 1).step == 1 and (t == 1).all()
+
+
+def test_names_that_are_paths(tmp_path):
+    state = {"t": {"..": torch.ones(2), "...": torch.zeros(3), "a..b": torch.ones(1)}}
+    with CheckpointManager(tmp_path / "runs", async_=False) as saving:
+        for name in ("a/c", "../a", "/"):
+            told = rf"names of tensors have no slash.*got 't\.{re.escape(name)}'\. Rename"
+            with pytest.raises(CheckpointError, match=told):
+                saving.save(0, {"t": {name: torch.ones(1)}})
+        with pytest.raises(CheckpointError, match=r"got '\.\.'\. Rename it"):
+            saving.save(0, {"..": torch.ones(1)})
+        assert saving.all_steps() == []
+        saving.save(0, state)
+        found = {"t": {name: torch.full_like(t, 7) for name, t in state["t"].items()}}
+        saving.restore(found)
+    same(found["t"], state["t"])
+    assert os.listdir(tmp_path) == ["runs"]
 
 
 def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d):

@@ -58,6 +58,11 @@ class Arrays:
                 f"a checkpoint holds dense tensors with values; got one {what} at {path!r}. "
                 "Convert it first, for instance by tensor.to_dense() or module.to_empty()."
             )
+        if "/" in path:  # "a/c" would lie among the chunks of "a"
+            raise CheckpointError(
+                f"names of tensors have no slash, which is a folder's; got {path!r}. Rename that "
+                "key of the state."
+            )
         entry = Entry(tensor.detach(), row)
         name = self._names.setdefault((identity(tensor), tuple(tensor.shape), row), path)
         if self.entries.setdefault(name, entry) is not entry and name == path:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -218,7 +219,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the step is there; or the state holds what a checkpoint cannot hold; or
-                the save before failed, which the message names: then nothing was saved now.
+                the save before failed, which the message names: then nothing was saved now; or the
+                folder cannot be written: steps before are as they were.
         """
         self._refuse_closed()
         if require_int("step", step) < 0:
@@ -249,7 +251,11 @@ class CheckpointManager:
             "parts": saved,
             "random": random,
         }
-        self._writer.start(step, about, copies)
+        try:
+            self._writer.start(step, about, copies)
+        except Exception as error:
+            self._memory.reuse()
+            raise self._unwritten(step, error) from error
         self._saving = _Saving(step, self._finish)
         if not self._async:
             self.wait()
@@ -273,16 +279,19 @@ class CheckpointManager:
         self._memory.reuse()
         failed = None
         if error is not None:
-            failed = CheckpointError(
-                f"a step must be written whole; step {saving.step} could not be written to "
-                f"{self._folder}: {' '.join(str(error).split())}. Earlier steps are as they were: "
-                f"{self._listed()}. Free space, or name another folder, and save again."
-            )
+            failed = self._unwritten(saving.step, error)
             failed.__cause__ = error
         if together:
             raise_together(failed)
         elif failed is not None:
             raise failed
+
+    def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"a step must be written whole; step {step} could not be written to "
+            f"{self._folder}: {' '.join(str(error).split())}. Earlier steps are as they were: "
+            f"{self._listed()}. Free space, or name another folder, and save again."
+        )
 
     def _finish(self) -> None:
         """In a thread of its own: when a step is whole, others go."""
@@ -290,7 +299,8 @@ class CheckpointManager:
             self._writer.wait()
         except BaseException:
             if processes.is_master():
-                lock.remove_leftovers(self._folder)  # which take the room that the next save needs
+                with suppress(OSError):  # such as of a folder that became read-only: told below
+                    lock.remove_leftovers(self._folder)  # which take the next save's room
             raise
         if not processes.is_master():
             return
