@@ -3,10 +3,12 @@
 import sys
 import typing
 
-from spmd_core.planner.options import check_command_line as _check_command_line
+from spmd_core.checkpoint_options import check_command_line as _check_checkpoint
+from spmd_core.planner.options import check_command_line as _check_plan
 
 if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module that it is to run
-    _check_command_line()  # before the imports below, which take seconds
+    _check_plan()  # before the imports below, which take seconds
+    _check_checkpoint()
 
 # isort: split
 from spmd_core import (

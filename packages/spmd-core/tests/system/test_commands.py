@@ -17,6 +17,7 @@ COMMANDS = {
     "examples.minimal": ["--steps", "many"],
     "examples.llama_serving.serve": ["--model", "/", "--slots", "0"],
     "examples.llama_tp.serve": ["--model", "/", "--slots", "0"],
+    "spmd_core.checkpoint": ["show", "folder", "--step", "last"],
     "spmd_core.plan": ["--topology", "v4-17", "--", "-m", "examples.gpt2.train"],
 }
 HEAVY = {"torch", "jax", "jaxlib", "transformers", "numpy", "torchvision", "tokenizers", "rich"}
@@ -54,8 +55,11 @@ CHILDREN = {
     "benchmarks/published/speed.py",
     "packages/spmd-core/src/spmd_core/planner/compiler.py",
 }
-# It looks at the words that started Python: see above.
-LOOKS_AT_PYTHON = "packages/spmd-core/src/spmd_core/plan.py"
+# They look at the words that started Python: see above.
+LOOK_AT_PYTHON = {
+    "packages/spmd-core/src/spmd_core/checkpoint/__main__.py",
+    "packages/spmd-core/src/spmd_core/plan.py",
+}
 # Runs each command in this process, up to the end of its argument parser.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys
@@ -90,7 +94,7 @@ def commands():
     for folder in ("benchmarks", "examples", "scripts", "packages"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if "/tests/" in name or name in {*CHILDREN, LOOKS_AT_PYTHON}:
+            if "/tests/" in name or name in CHILDREN | LOOK_AT_PYTHON:
                 continue
             if any(
                 isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"

@@ -26,6 +26,7 @@ LAYERS = [
     ("sharding", "ops", "counters", "chips"),
     (
         "arguments",
+        "checkpoint_options",
         "errors",
         "config",
         "dtypes",

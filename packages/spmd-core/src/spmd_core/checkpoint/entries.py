@@ -17,6 +17,7 @@ from spmd_core.checkpoint.plain import KIND, TENSOR, joined
 from spmd_core.errors import CheckpointError
 from spmd_core.modules.pipeline import Pipeline
 from spmd_core.steps.weight_saving import identity
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 OPTIMIZER = "optimizer"
 
@@ -78,7 +79,17 @@ class Arrays:
             "shape": list(entry.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "device": tensor.device.type,
+            "sharding": _sharding(entry),
         }
+
+
+def _sharding(entry: Entry) -> str:
+    """How a tensor is split, for those who read the checkpoint; empty where nothing is said."""
+    sharding = entry.tensor.sharding if isinstance(entry.tensor, XLAShardedTensor) else None
+    if sharding is None:
+        return ""
+    spec = sharding.partition_spec if entry.row is None else sharding.partition_spec[1:]
+    return f"{spec} on {sharding.mesh}"
 
 
 def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays]:

@@ -158,14 +158,7 @@ class Restoration:
     def check_arrays(self, nodes: Sequence[Node]) -> None:
         """Raises CheckpointError for an array on the disk that is not what the state says of it."""
         for node in nodes:
-            array = self.reader.array(node["name"])
-            dtype = dtypes.to_torch(array.dtype.numpy_dtype)
-            if tuple(array.shape) != tuple(node["shape"]) or dtype != getattr(torch, node["dtype"]):
-                raise damaged(
-                    self.reader.folder,
-                    f"{node['name']} is {dtype}{list(array.shape)} there, and not "
-                    f"{node['dtype']}{node['shape']}",
-                )
+            check_array(self.reader, node)
 
     def refuse(self, *, strict: bool) -> None:
         """Raises CheckpointError with all that keeps the state from being restored."""
@@ -182,6 +175,18 @@ class Restoration:
                 + "\nBuild the state that was saved"
                 + (", or pass strict=False for missing and extra ones." if strict else ".")
             )
+
+
+def check_array(reader: Reader, node: Node) -> None:
+    """Raises CheckpointError for an array on the disk that is not what the state says of it."""
+    array = reader.array(node["name"])
+    dtype = dtypes.to_torch(array.dtype.numpy_dtype)
+    if tuple(array.shape) != tuple(node["shape"]) or dtype != getattr(torch, node["dtype"]):
+        raise damaged(
+            reader.folder,
+            f"{node['name']} is {dtype}{list(array.shape)} there, and not "
+            f"{node['dtype']}{node['shape']}",
+        )
 
 
 def _needed(fill: _Fill) -> Iterator[tuple[str, tuple[slice, ...]]]:

@@ -1,0 +1,42 @@
+"""The options of `python -m spmd_core.checkpoint`, read without torch, jax and `checkpoint/`."""
+
+import argparse
+import sys
+
+
+def check_command_line() -> None:
+    """Ends this process if it is `python -m spmd_core.checkpoint` with --help or wrong arguments.
+
+    Call it while `sys.argv[0]` is "-m", as it is until Python has imported the module to run.
+    """
+    if sys.orig_argv[-len(sys.argv)].endswith("spmd_core.checkpoint"):
+        parser().parse_args(sys.argv[1:])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m spmd_core.checkpoint",
+        description="Looks at a folder of checkpoints. Starts no device, and changes nothing.",
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, what in (
+        ("ls", "lists the whole steps: bytes on the disk, and when each was saved"),
+        ("show", "lists a step's arrays: shape, dtype, sharding when it was saved, bytes"),
+        ("verify", "reads every chunk and compares its checksum; exit code 1 if one is wrong"),
+    ):
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("folder", help="the folder of all steps")
+        if name != "ls":
+            command.add_argument(
+                "--step", type=_step, help="show: the newest, and verify: all, without this option"
+            )
+    return made
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"a step is a whole number from 0; got {text!r}. `ls` lists those that there are"
+        )
+    return int(text)
