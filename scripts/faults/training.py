@@ -176,6 +176,18 @@ FAULTS = (
         ":",
     ),
     Fault(
+        "spmd_core/steps/capture/dict_versions.py",
+        "only the first half of a dict's version is compared",
+        "        size = len(new) // len(self._dicts) if self._dicts else 1",
+        "        size = max(len(new) // len(self._dicts) // 2, 1) if self._dicts else 1",
+    ),
+    Fault(
+        "spmd_core/steps/capture/guards.py",
+        "what a dict holds is not looked at though its version has changed",
+        "            if not self._dicts[i].holds():",
+        "            if False:",
+    ),
+    Fault(
         "spmd_core/steps/capture/versions.py",
         "a captured step overwrites state that a function has saved, unnoticed",
         "if sum(counts) == len(counts):",
