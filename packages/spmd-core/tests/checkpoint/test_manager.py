@@ -457,6 +457,7 @@ PROGRAM = """
 import sys, torch
 import spmd_core as spmd
 from spmd_core import counters
+spmd.config.cache_dir = None  # jaxlib 0.10.0 writes of what it loads to stderr
 spmd.simulate(8)
 spmd.use_spmd()
 from spmd_core.checkpoint import CheckpointManager
