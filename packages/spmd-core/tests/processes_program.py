@@ -49,7 +49,7 @@ def part(whole: torch.Tensor, spec: spmd.ShardingSpec) -> torch.Tensor:
     sharding = Sharding.of(spec.mesh, spec.partition_spec, whole.dim())
     own = [
         i
-        for i, row in enumerate(spmd.device_attributes())
+        for i, row in enumerate(spmd.distributed.device_attributes())
         if row["process_index"] == spmd.distributed.process_index()
     ]
     held = {

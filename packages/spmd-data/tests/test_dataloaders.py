@@ -30,7 +30,7 @@ def test_batches_on_the_mesh(mesh: spmd.Mesh) -> None:
 def test_the_processes_parts(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     count = mesh.size()
     monkeypatch.setattr(
-        spmd, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
+        spmd.distributed, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
     )
     loader = sharded_dataloader(list(range(64)), mesh, "data", batch_size=4 * count, shuffle=False)
     assert loader.batch_size == 4

@@ -131,7 +131,7 @@ def test_processes_of_a_pod(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) ->
     """Each device in a process of its own."""
     count = mesh.size()
     monkeypatch.setattr(
-        spmd, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
+        spmd.distributed, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
     )
     monkeypatch.setattr(spmd.distributed, "process_index", lambda: count - 1)
     sampler = ShardedSampler.of_mesh(64, mesh, ("data",), batch_size=8 * count)

@@ -84,7 +84,7 @@ def test_no_tpu_here():
 
 def test_a_tpus_generation(monkeypatch):
     monkeypatch.setattr(
-        "spmd_core.device_attributes",
+        "spmd_core.distributed.device_attributes",
         lambda: [{"name": "TPU:0", "kind": "TPU v5 lite", "coords": [0, 0, 0]}],
     )
     monkeypatch.setattr("spmd_core.device_type", lambda: "TPU")

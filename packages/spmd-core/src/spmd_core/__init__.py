@@ -1,5 +1,6 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
+import importlib
 import sys
 import typing
 
@@ -48,7 +49,6 @@ from spmd_core.planner.plan import is_planning, plan
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.runtime.devices import (
-    device_attributes,
     global_runtime_device_count,
     is_spmd,
     simulate,
@@ -73,6 +73,7 @@ from spmd_core.torch_backend import autocast as _autocast
 from spmd_core.torch_backend.registration import device
 
 if typing.TYPE_CHECKING:
+    from spmd_core.checkpoint.manager import CheckpointManager
     from spmd_core.steps.weight_loading import load_safetensors
 
 releases.warn_if_untested()
@@ -94,7 +95,6 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "device",
     "device_type",
     "global_runtime_device_count",
-    "device_attributes",
     # Meshes
     "Mesh",
     "HybridMesh",
@@ -134,6 +134,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "save_on_host",
     "shard_map",
     # Loading and saving
+    "CheckpointManager",
     "load_safetensors",
     "save_safetensors",
     "save",
@@ -161,9 +162,14 @@ __all__ = [  # noqa: RUF022 - not by alphabet
 ]
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name == "load_safetensors":  # needs a package that not every installation has
-        from spmd_core.steps.weight_loading import load_safetensors  # noqa: PLC0415
+# Names that need packages which not every installation has, with the modules that import those.
+_OF_EXTRAS = {
+    "CheckpointManager": "spmd_core.checkpoint.manager",
+    "load_safetensors": "spmd_core.steps.weight_loading",
+}
 
-        return load_safetensors
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _OF_EXTRAS:
+        return getattr(importlib.import_module(_OF_EXTRAS[name]), name)
     return _former_names.look_up(name)

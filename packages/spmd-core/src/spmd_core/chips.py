@@ -160,7 +160,7 @@ def chip_of(kind: str) -> Chip | None:
     """The chip behind a device of this kind, or None for a kind that is not in the table.
 
     Args:
-        kind: the runtime's name, as in `spmd.device_attributes()[0]["kind"]`.
+        kind: the runtime's name, as in `spmd.distributed.device_attributes()[0]["kind"]`.
 
     Example:
         >>> [chip_of(kind).name for kind in ("TPU v5 lite", "NVIDIA H100 80GB HBM3")]

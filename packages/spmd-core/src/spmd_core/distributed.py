@@ -1,5 +1,6 @@
 """Several processes: how they start, which of them this is, and how all stop after one step."""
 
+from spmd_core.runtime.devices import device_attributes as device_attributes
 from spmd_core.runtime.processes import (
     addressable_runtime_device_count as addressable_runtime_device_count,
 )

@@ -72,5 +72,10 @@ def test_pieces_cover_a_block_along_chunks(tmp_path, monkeypatch):
 def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     spec = spec_from_file_location("store_without_its_packages", store.__file__)
-    with pytest.raises(ImportError, match=r"Run: pip install 'spmd-core\[checkpoint\]'"):
+    told = r"Run: pip install 'spmd-core\[checkpoint\]'"
+    with pytest.raises(ImportError, match=told):
         spec.loader.exec_module(module_from_spec(spec))
+    for name in ("store", "manager"):
+        monkeypatch.delitem(sys.modules, f"spmd_core.checkpoint.{name}")
+    with pytest.raises(ImportError, match=told):
+        _ = spmd.CheckpointManager

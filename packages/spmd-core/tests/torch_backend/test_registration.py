@@ -43,8 +43,8 @@ def test_the_device_module():
     )
     torch.xla.synchronize()
     assert spmd.device() == torch.device("xla:0")
-    assert len(spmd.device_attributes()) == spmd.global_runtime_device_count()
-    assert spmd.device_attributes()[0]["name"] == "CPU:0"
+    assert len(spmd.distributed.device_attributes()) == spmd.global_runtime_device_count()
+    assert spmd.distributed.device_attributes()[0]["name"] == "CPU:0"
     state = torch.xla.get_rng_state()
     a = torch.rand(2, device="xla").tolist()
     torch.xla.set_rng_state(state)

@@ -323,7 +323,7 @@ def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) 
         axis = ()
     given = tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
     axes = [mesh.axis_index(each) for each in given]
-    process_of = [device["process_index"] for device in spmd.device_attributes()]
+    process_of = [device["process_index"] for device in spmd.distributed.device_attributes()]
     parts = parts_of_processes(mesh.get_logical_mesh(), axes, process_of)
     if spmd.distributed.process_index() not in parts:
         raise DataError(

@@ -347,7 +347,7 @@ def _global_tensor_from_cpu_shards(
     t = spmd.mark_sharding(
         torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims
     )
-    names = [f"{d['name']}" for d in spmd.device_attributes()]
+    names = [f"{d['name']}" for d in spmd.distributed.device_attributes()]
     indices, replicas = found.indices(shape), found.replica_ids()
     where = {int(device): i for i, device in enumerate(found.mesh.device_ids)}
     return t.load_local_shards_(

@@ -85,10 +85,10 @@ def host_index() -> int:
 
 def runtime_device_attributes(device: str) -> dict[str, Any]:
     """Attributes of a physical device, such as `CPU:0`. RuntimeError for an unknown device."""
-    for attributes in spmd.device_attributes():
+    for attributes in spmd.distributed.device_attributes():
         if attributes["name"] == device:
             return attributes
-    names = [attributes["name"] for attributes in spmd.device_attributes()]
+    names = [attributes["name"] for attributes in spmd.distributed.device_attributes()]
     raise RuntimeError(
         f"a device is named as in real_devices(), {', '.join(names[:8])}; got {device!r}. "
         "Use one of them."
@@ -97,7 +97,7 @@ def runtime_device_attributes(device: str) -> dict[str, Any]:
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """Attributes of every physical device of all hosts."""
-    return spmd.device_attributes()
+    return spmd.distributed.device_attributes()
 
 
 def global_runtime_device_count() -> int:

@@ -121,11 +121,11 @@ class CheckpointManager:
 
     Example:
         >>> import tempfile, torch
-        >>> from spmd_core.checkpoint import CheckpointManager
+        >>> import spmd_core as spmd
         >>> model = torch.nn.Linear(2, 3, device="xla")
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with CheckpointManager(folder, every=10, keep=2) as manager:
+        ...     with spmd.CheckpointManager(folder, every=10, keep=2) as manager:
         ...         for step in range(40):
         ...             if manager.should_save(step):
         ...                 manager.save(step, {"model": model, "optimizer": optimizer})

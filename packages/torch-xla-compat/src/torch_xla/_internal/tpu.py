@@ -26,12 +26,12 @@ def num_available_chips() -> int:
     """Number of TPU chips; 0 on other platforms."""
     if not _is_tpu():
         return 0
-    return len({tuple(d["coords"]) for d in spmd.device_attributes() if "coords" in d})
+    return len({tuple(d["coords"]) for d in spmd.distributed.device_attributes() if "coords" in d})
 
 
 def version() -> int:
     """The TPU's generation, such as 4 for v4. OSError on other platforms, as upstream."""
-    kind = str(spmd.device_attributes()[0]["kind"]) if _is_tpu() else "no TPU"
+    kind = str(spmd.distributed.device_attributes()[0]["kind"]) if _is_tpu() else "no TPU"
     found = re.search(r"TPU v(\d+)", kind)
     if found is None:
         raise OSError(

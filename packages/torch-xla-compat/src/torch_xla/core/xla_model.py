@@ -105,7 +105,7 @@ def xla_device_hw(device: Any) -> str:
 def xla_device_kind(device: Any = None) -> str:
     """The vendor's name of the hardware, such as `TPU v4`. RuntimeError for an unknown device."""
     physical_names([spmd.device() if device is None else device])
-    return str(spmd.device_attributes()[0]["kind"])
+    return str(spmd.distributed.device_attributes()[0]["kind"])
 
 
 def xla_replication_devices(local_devices: Sequence[Any]) -> list[str]:
