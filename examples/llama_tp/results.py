@@ -42,7 +42,7 @@ def write(
     Raises:
         SaveError: a file could not be written.
     """
-    if spmd.is_planning():
+    if spmd.debugging.is_planning():
         return
     if config.prompt:
         print(continued(model, text, config.prompt, num_tokens=config.new_tokens, mesh=mesh))

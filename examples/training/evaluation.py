@@ -55,7 +55,7 @@ def on_host(tensor: torch.Tensor) -> Any:
 
     A plan computes no values. There the step ends, as a read would end it, and each value is NaN.
     """
-    if spmd.is_planning():
+    if spmd.debugging.is_planning():
         spmd.sync()
         return torch.full(tensor.shape, math.nan).tolist()
     return tensor.tolist()

@@ -185,7 +185,7 @@ class Journal:
             SaveError: the run could not be saved.
         """
         self._sync()
-        if spmd.is_planning():
+        if spmd.debugging.is_planning():
             return self.report
         self._meter.read(up_to=self._config.steps)
         if self._config.checkpoint and self._first < self._config.steps:
@@ -222,7 +222,7 @@ class Journal:
 
     def _save(self) -> None:
         self._sync()  # ends the step: its program is the same as that of a step without a save
-        if spmd.is_planning():
+        if spmd.debugging.is_planning():
             return
         path = self._config.checkpoint.replace("{step}", str(self._step))
         resume.save(path, step=self._step, config=self._config, data=self._data, parts=self._parts)

@@ -177,7 +177,7 @@ class RunLog:
         self, *, log_dir: str, num_steps: int, shows_progress: bool, first_step: int = 0
     ) -> None:
         self._is_writer = spmd.distributed.is_master()
-        writes_files = log_dir and self._is_writer and not spmd.is_planning()
+        writes_files = log_dir and self._is_writer and not spmd.debugging.is_planning()
         self._folder = Path(log_dir).expanduser() if writes_files else None
         self._writer: Any = None
         self._lines: Any = None

@@ -92,7 +92,7 @@ class Meter:
         Waits until the device has computed that step. In a plan, which computes no values, it drops
         them.
         """
-        if spmd.is_planning():
+        if spmd.debugging.is_planning():
             self._pending.clear()
         rows = []
         while self._pending and self._pending[0][0] <= up_to:
@@ -127,7 +127,7 @@ class Meter:
 
         Call it after reading all steps up to `step`. A plan has no figures.
         """
-        if spmd.is_planning():
+        if spmd.debugging.is_planning():
             return
         self._clock.resume(step=step, num_compiles=self._compiles())
         self._report.evals.append({"step": step, **figures})

@@ -52,7 +52,7 @@ def check_writable(config: RunConfig, places: Mapping[str, str] | None = None) -
     known = {"--checkpoint": config.checkpoint, "--results": config.results}
     for name, place in (known | dict(places or {})).items():
         path = place.replace("{step}", "0")
-        if path and not spmd.is_planning() and spmd.distributed.is_master():
+        if path and not spmd.debugging.is_planning() and spmd.distributed.is_master():
             try:
                 files.check_writable(path)
             except OSError as error:

@@ -45,7 +45,7 @@ from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
 from spmd_core.modules.scan_layers import scan_layers
 from spmd_core.modules.scan_model import scan_model
-from spmd_core.planner.plan import is_planning, plan
+from spmd_core.planner.plan import plan
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.runtime.devices import (
@@ -55,6 +55,7 @@ from spmd_core.runtime.devices import (
     use_spmd,
 )
 from spmd_core.runtime.hybrid_mesh import HybridMesh
+from spmd_core.runtime.preemption import on_preemption
 from spmd_core.runtime.startup import device_type
 from spmd_core.sharding.mesh import (
     Mesh,
@@ -140,13 +141,13 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "save",
     "send_to_device",
     "to_cpu",
+    "on_preemption",
     # jax
     "call_jax",
     "to_jax",
     "from_jax",
     # Plans for devices that are not there
     "plan",
-    "is_planning",
     # Settings
     "config",
     "strict",

@@ -13,3 +13,4 @@ from spmd_core.runtime.startup import initialize as initialize
 from spmd_core.runtime.stopping import request_stop as request_stop
 from spmd_core.runtime.stopping import should_stop as should_stop
 from spmd_core.runtime.stopping import stop_on_signals as stop_on_signals
+from spmd_core.runtime.stopping import was_preempted as was_preempted

@@ -84,7 +84,7 @@ _IN_PUBLIC_MODULES = {
     ),
     "debugging": (
         *("profiler", "verify", "visualize_sharding", "visualize_tensor_sharding"),
-        *("versions", "Versions", "allow_execution"),
+        *("versions", "Versions", "allow_execution", "is_planning"),
     ),
 }
 

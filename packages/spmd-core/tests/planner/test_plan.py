@@ -129,7 +129,7 @@ def test_nothing_runs_and_the_process_goes_on(whole):
     assert whole.uploads[0] == whole.uploads[1]
     assert torch.equal(*whole.random_states)
     assert not devices.is_abstract()
-    assert not spmd.is_planning()
+    assert not spmd.debugging.is_planning()
     assert torch.equal(*whole.weights)
 
 
@@ -168,7 +168,7 @@ def test_what_is_pending_before_stays(whole):
 
 def test_is_planning_is_true_inside(num_devices):
     seen = []
-    spmd.plan(lambda: seen.append(spmd.is_planning()), topology=f"cpu-{num_devices}")
+    spmd.plan(lambda: seen.append(spmd.debugging.is_planning()), topology=f"cpu-{num_devices}")
     assert seen == [True]
 
 

@@ -36,9 +36,10 @@ class Store:
 class Process:
     """A loop, and the thread that answers beside it."""
 
-    def __init__(self, store, number, count, num_steps, asked_at=None):
+    def __init__(self, store, number, count, num_steps, asked_at=None, *, is_preempted=False):
         self.stop, self.stopped_at = _Stop(), []
         self._over = threading.Event()
+        self._is_preempted = is_preempted
         self._program = threading.Thread(target=self._run, args=(num_steps, asked_at))
         self._thread = threading.Thread(target=self._answer, args=(store, number, count))
 
@@ -51,6 +52,7 @@ class Process:
         for step in range(num_steps):
             time.sleep(pauses.random() / 100)
             if step == asked_at:
+                self.stop.is_preempted = self._is_preempted
                 self.stop.is_requested = True
             if self.stop.is_here():
                 self.stopped_at.append(step)
@@ -68,17 +70,25 @@ class Process:
         self._thread.join()
 
 
-def stops(asked, num_steps=100, count=3):
-    """The steps at which each process stops; `asked` says which is asked, and when."""
+def stopped(asked, num_steps=100, count=3, preempted=()):
+    """Processes that have ended; `asked` says which is asked, and when, `preempted` by SIGTERM."""
     store = Store()
-    every = [Process(store, i, count, num_steps, asked.get(i)) for i in range(count)]
+    every = [
+        Process(store, i, count, num_steps, asked.get(i), is_preempted=i in preempted)
+        for i in range(count)
+    ]
     for process in every:
         process.start()
     for process in every:
         process.join()
     for process in every:
         process.end()
-    return [process.stopped_at for process in every]
+    return every
+
+
+def stops(asked, **options):
+    """The steps at which each process stops."""
+    return [process.stopped_at for process in stopped(asked, **options)]
 
 
 @pytest.mark.parametrize("asked", [{0: 10}, {2: 10}, {0: 10, 1: 12, 2: 9}], ids=str)
@@ -86,6 +96,12 @@ def test_all_stop_at_the_same_step(asked):
     found = stops(asked)
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 1 and min(asked.values()) < found[0][0] < 60
+
+
+@pytest.mark.parametrize("preempted", [(), (1,)])
+def test_all_know_why(preempted):
+    every = stopped({1: 10}, preempted=preempted)
+    assert [process.stop.was_preempted for process in every] == [bool(preempted)] * 3
 
 
 def test_nobody_stops_unasked():
@@ -138,6 +154,40 @@ def test_the_first_signal_asks_and_the_second_raises(number, handled):
             with pytest.raises(KeyboardInterrupt):
                 handled(other)
     assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_the_last_stop_says_whether_a_scheduler_asked(handled):
+    for number, is_preemption in ((signal.SIGTERM, True), (signal.SIGINT, False)):
+        with spmd.distributed.stop_on_signals():
+            handled(number)
+            assert spmd.distributed.should_stop()
+        assert spmd.distributed.was_preempted() == is_preemption
+    handled_by_nobody = spmd.distributed.request_stop
+    handled_by_nobody()
+    assert spmd.distributed.should_stop() and not spmd.distributed.was_preempted()
+
+
+def test_with_a_deadline_a_second_sigterm_changes_nothing(handled):
+    with spmd.distributed.stop_on_signals(deadline_s=60):
+        handled(signal.SIGTERM)
+        handled(signal.SIGTERM)
+        assert spmd.distributed.should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            handled(signal.SIGINT)
+    assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer) and t.is_alive()
+                and not t.finished.is_set()]  # fmt: skip
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, float("nan")])
+def test_a_deadline_is_a_positive_number(deadline_s):
+    for block in (
+        spmd.distributed.stop_on_signals(deadline_s=deadline_s),
+        spmd.on_preemption(print, deadline_s=deadline_s),
+    ):
+        with pytest.raises(ValueError, match="deadline_s is a number"), block:
+            pass
+    with spmd.on_preemption(print, deadline_s=float("inf")):
+        pass
 
 
 def test_other_threads_leave_signals_alone():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
+from spmd_core.checkpoint import CheckpointManager
 from spmd_core.program import compile_cache
 
 ROOT = Path(__file__).parents[4]
@@ -37,15 +38,22 @@ def test_sample_runs(code):
     exec(compile(code, "<sample>", "exec"), {"__name__": "__main__"})
 
 
-def test_the_samples_for_several_processes_run_in_one(monkeypatch):
+def test_the_samples_for_several_processes_run_in_one(monkeypatch, tmp_path):
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the samples split over several devices")
     monkeypatch.setattr(spmd.distributed, "initialize", lambda: None)
-    scope = {"__name__": "__main__", "w": torch.ones(8, device="xla"), "loss": torch.ones(())}
+    w = torch.ones(8, device="xla")
+    scope = {"__name__": "__main__", "w": w, "loss": torch.ones(()), "state": {"w": w}}
     spmd.distributed.request_stop()
-    page = (ROOT / "docs/processes.md").read_text()
-    for code in re.findall(r"```python\n(.*?)```", page, re.S):
-        exec(compile(code, "<sample>", "exec"), scope)
+    *samples, last = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/processes.md").read_text(), re.S
+    )
+    with CheckpointManager(tmp_path) as scope["manager"]:
+        for code in samples:
+            exec(compile(code, "<sample>", "exec"), scope)
+        with pytest.raises(SystemExit, match="75"):
+            exec(compile(last, "<sample>", "exec"), scope)
+        assert scope["manager"].all_steps() == [0]
     assert scope["mesh"].shape() == {"data": 2, "fsdp": 4} and scope["step"] == 0
 
 

@@ -10,6 +10,7 @@
     with debugging.verify():           each program runs twice, partitioned and on one device
     debugging.profiler                 traces for TensorBoard and Perfetto
     debugging.allow_execution(False)   an error where a program would run: finds reads of values
+    debugging.is_planning()            whether a plan is in progress, in which nothing has a value
     debugging.versions()               the versions of torch, jax and libtpu, for a report
 
 Only `verify` runs a program.
@@ -36,3 +37,4 @@ from spmd_core.debugging.visualize import visualize_tensor_sharding as visualize
 from spmd_core.program.execution import verify as verify
 from spmd_core.releases import Versions as Versions
 from spmd_core.releases import versions as versions
+from spmd_core.runtime.abstract import is_planning as is_planning

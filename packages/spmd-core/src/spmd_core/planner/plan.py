@@ -223,11 +223,6 @@ def plan(
     )
 
 
-def is_planning() -> bool:
-    """Whether a plan is in progress: programs are not run, and tensors have no values."""
-    return abstract.run() is not None
-
-
 def _is_superseded(seen: _Seen) -> bool:
     """Whether only training steps that later steps do not repeat ran this program."""
     return not seen.is_step and any(

@@ -108,6 +108,11 @@ def run() -> Run | None:
     return _run
 
 
+def is_planning() -> bool:
+    """Whether a plan is in progress: programs are not run, and tensors have no values."""
+    return _run is not None
+
+
 @contextmanager
 def planning(on: tuple[jax.Device, ...], run: Run) -> Iterator[None]:
     """Inside, the devices are these, and nothing is computed on them or sent to them."""
