@@ -243,6 +243,24 @@ def test_steps_and_what_stays(tmp_path):
             saving.save(15, {"t": t}, metrics={"loss": 0})
 
 
+def test_a_run_goes_on_from_an_earlier_step(tmp_path, monkeypatch):
+    t = torch.zeros(2)
+    with CheckpointManager(tmp_path) as saving:
+        for step in range(4):
+            saving.save(step, {"t": t + step})
+        with pytest.raises(CheckpointError, match=r"has no step 9\. Its steps are 0, 1, 2, 3\."):
+            saving.remove_after(9)
+        saving.remove_after(3)
+        assert saving.all_steps() == [0, 1, 2, 3]
+        with monkeypatch.context() as patch:
+            patch.setattr(lock.shutil, "rmtree", lambda path: None)  # killed before that
+            saving.remove_after(1)
+        assert saving.all_steps() == [0, 1]
+        saving.save(2, {"t": t + 7})
+        saving.restore({"t": t})
+    assert (t == 7).all()
+
+
 def test_a_folder_without_steps(tmp_path):
     with (
         CheckpointManager(tmp_path / "new") as empty,

@@ -19,6 +19,7 @@ From a state to the disk and back, and the file of each step:
 Buffers: the next step takes over those that are being saved, so they are copied, not protected.
 """
 
-from spmd_core.checkpoint.manager import CheckpointManager, Restored
+from spmd_core.checkpoint.loading import Restored, load_checkpoint
+from spmd_core.checkpoint.manager import CheckpointManager
 
-__all__ = ["CheckpointManager", "Restored"]
+__all__ = ["CheckpointManager", "Restored", "load_checkpoint"]

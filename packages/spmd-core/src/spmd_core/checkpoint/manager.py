@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +17,10 @@ import torch
 from spmd_core import files, releases, source_lines
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
-from spmd_core.checkpoint import lock, parts, plain
+from spmd_core.checkpoint import loading, lock, plain
 from spmd_core.checkpoint.entries import packed
+from spmd_core.checkpoint.loading import FORMAT, Restored
 from spmd_core.checkpoint.lock import FolderLock
-from spmd_core.checkpoint.restoring import Restoration, new
 from spmd_core.checkpoint.retention import Retention, Written
 from spmd_core.checkpoint.staging import Memory, staged
 from spmd_core.checkpoint.store import Reader, Writer
@@ -30,27 +29,6 @@ from spmd_core.runtime import processes, watch
 from spmd_core.steps.structures import raise_together
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
-
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `CheckpointManager.restore` did.
-
-    Attributes:
-        step: the step.
-        state: the parts by name: an object is the one that was given; of anything else the saved
-            value.
-        missing: names in the state that the checkpoint lacks, which are as they were; with
-            `strict`, none.
-        extra: names in the checkpoint that the state lacks, which were left; with `strict`, none.
-    """
-
-    step: int
-    state: dict[str, Any]
-    missing: list[str]
-    extra: list[str]
 
 
 class _Saving:
@@ -243,7 +221,7 @@ class CheckpointManager:
         copies = staged(arrays.entries, self._memory)
         written = Written(step, time.time(), values)
         about = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": step,
             "time_s": written.time_s,
             "metrics": plain.encode("metrics", values, _no_tensor),
@@ -361,10 +339,12 @@ class CheckpointManager:
         """
         self._refuse_closed()
         self.wait()
-        step = self._found(step)
+        step = self._agreed(step)
         error: Exception | None = None
         try:
-            restoration, restored = self._planned(state, step, strict=strict, convert=convert)
+            restoration, restored = loading.planned(
+                self._folder, step, state, strict=strict, convert=convert
+            )
             if check:
                 restoration.check()
         except (OSError, CheckpointError) as raised:
@@ -373,31 +353,11 @@ class CheckpointManager:
         restoration.run()
         return Restored(step, restored, restoration.missing, restoration.extra)
 
-    def _planned(
-        self, state: Mapping[str, Any], step: int, *, strict: bool, convert: bool
-    ) -> tuple[Restoration, dict[str, Any]]:
-        """What a restore is to do, and the parts that it returns. Changes nothing."""
-        reader = Reader(self._folder / str(step))
-        about = reader.state()
-        if about.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"this release reads checkpoints of format {_FORMAT}; got format "
-                f"{about.get('format')!r} of step {step} in {self._folder}. Restore it with the "
-                "release that wrote it."
-            )
-        restoration = Restoration(reader, convert)
-        restored = parts.plan(state, about["parts"], restoration)
-        restoration.refuse(strict=strict)
-        random = new(about["random"]["shape"], torch.uint8)
-        restoration.fill("random", about["random"], parts.Entry(random))
-        restoration.afterwards.append(lambda: torch.set_rng_state(random))
-        restoration.check_arrays([*parts.nodes(about["parts"])])
-        return restoration, restored
-
-    def _found(self, step: int | None) -> int:
-        there = self.all_steps()
+    def _agreed(self, step: int | None) -> int:
+        """The step to restore, which all processes find."""
         if step is not None:
             require_int("step", step)
+        there = self.all_steps()
         chosen = max(there, default=None) if step is None else step if step in there else None
         if processes.process_count() > 1:
             everyone = tuple(range(processes.process_count()))
@@ -409,14 +369,30 @@ class CheckpointManager:
                     "all processes restore one step from one folder; they found different ones in "
                     f"{self._folder}: {found} (-1: none). Use a folder that all hosts share."
                 )
-        if chosen is None:
-            wanted = "" if step is None else f" {step}"
-            raise CheckpointError(
-                f"a step is restored that is whole on the disk; {self._folder} has no step{wanted}."
-                f" Its steps are {self._listed()}. "
-                + ("Save one first." if step is None else "Restore one of these.")
-            )
-        return chosen
+        return loading.found(self._folder, step if chosen is None else chosen)
+
+    def remove_after(self, step: int) -> None:
+        """Removes the steps after one, so that a run that was restored to it can save them again.
+
+        Waits for the save in flight, and in several processes for each other.
+
+        Raises:
+            CheckpointError: there is no such step, or the save in flight failed.
+            OSError: a step cannot be removed.
+            SpmdError: process 0 could not remove one.
+        """
+        self._refuse_closed()
+        self.wait()
+        error: Exception | None = None
+        try:
+            loading.found(self._folder, require_int("step", step))
+            if processes.is_master():
+                for later in reversed([each for each in self.all_steps() if each > step]):
+                    lock.remove_step(self._folder / str(later))
+                    self._known.pop(later, None)
+        except (OSError, CheckpointError) as raised:
+            error = raised
+        raise_together(error, action="remove")
 
     def _listed(self) -> str:
         return steps.listed(self._folder)
