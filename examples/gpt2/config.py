@@ -6,7 +6,7 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,30 +148,11 @@ class TrainConfig(RunConfig):
     )
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
 
-    def check_resumable(self, before: Mapping[str, Any]) -> None:
-        """Raises KnobError if a pipeline begins or ends: it has the states of all stages in one."""
-        if _stages(vars(self)) != _stages(before):
-            raise KnobError(
-                "a pipeline's optimizer state is for its number of stages and rounds; got "
-                f"--strategy {self.strategy} --mesh {self.mesh!r}, and a run of "
-                f"{before['strategy']} on {before['mesh']!r}. Resume with the strategy, pipe and "
-                "schedule of that run."
-            )
-
     def recorded_because(self) -> str:
         """Each microbatch of schedule 1f1b replays random numbers, which no captured step may."""
         if self.strategy == "pipeline" and self.schedule == "1f1b" and self.dropout:
             return "a captured step has no dropout in a pipeline with --schedule 1f1b"
         return ""
-
-
-def _stages(options: Mapping[str, Any]) -> tuple[list[str], int] | None:
-    """What decides the form of a pipeline's optimizer state; None for other strategies."""
-    if options["strategy"] != "pipeline":
-        return None
-    axes = [part.strip() for part in options["mesh"].split(",")]
-    rounds = options["rounds"] if options["schedule"] == "circular" else 1
-    return [axis for axis in axes if axis.startswith("pipe=")], rounds
 
 
 SMOKE: dict[str, Any] = {

@@ -14,7 +14,7 @@ import spmd_core as spmd
 from examples.gpt2 import shardings
 from examples.gpt2.config import TrainConfig
 from examples.training.packed_text import PackedText, pack_text
-from examples.training.text import BlockBatches, TextData, check_amount, load_text
+from examples.training.text import TextData, block_batches, check_amount, load_text
 from examples.training.text_sources import TextError
 from spmd_data import sharded_dataloader
 
@@ -59,24 +59,18 @@ def load(config: TrainConfig) -> TextData | PackedText:
 
 
 def batches(
-    text: TextData | PackedText, config: TrainConfig, mesh: spmd.Mesh | None, *, first: int
+    text: TextData | PackedText, config: TrainConfig, mesh: spmd.Mesh | None
 ) -> tuple[Iterable[Any], Iterable[Any]]:
     """The batches of training, and those of an evaluation.
 
-    Of blocks, all of a run from the one after `first` on. Of packed documents, those of an epoch
-    that belong to this process; their loader's state has the place in it.
+    Of blocks, all of a run. Of packed documents, those of an epoch that belong to this process.
     """
     if isinstance(text, PackedText):
         return packed_batches(text, config, mesh)
-    train = BlockBatches(
-        text.train_NT,
-        config.batch,
-        config.steps,
-        parts=config.accumulate,
-        seed=config.seed,
-        first=first,
+    train = block_batches(
+        text.train_NT, config.batch, config.steps, parts=config.accumulate, seed=config.seed
     )
-    return train, BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+    return train, block_batches(text.validation_NT, config.batch, config.eval_batches)
 
 
 # --- Packed documents -----------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def run(config: TrainConfig) -> Report:
         SaveError: the run's state could not be written at its end.
     """
     config = with_defaults(config)
-    saved = resume.read(config)
+    first = resume.step_of(config)
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
     device, mesh = device_of(config), resolve.parsed_mesh(config)
@@ -59,7 +59,7 @@ def run(config: TrainConfig) -> Report:
     input_sharding = shardings.batch_sharding(mesh, minibatch=config.pack) if mesh else None
     batches, eval_batches = (
         MpDeviceLoader(part, device, input_sharding=input_sharding)
-        for part in data.batches(text, config, mesh, first=saved["step"] if saved else 0)
+        for part in data.batches(text, config, mesh)
     )
 
     # --- Model: single-device code ----------------------------------------------------------------
@@ -85,10 +85,9 @@ def run(config: TrainConfig) -> Report:
     scheduler = warmup_and_cosine(optimizer, config, floor=config.min_lr / config.lr)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    parts |= {"data": batches} if config.pack else {}  # which knows the run's place in the data
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     work = resolve.work_of(config)
-    journal = Journal(config, saved, device=device, mesh=mesh, work=work, data=text, parts=parts)
+    journal = Journal(config, first, device=device, mesh=mesh, work=work, data=text, parts=parts)
 
     # --- Step -------------------------------------------------------------------------------------
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
@@ -123,7 +122,7 @@ def run(config: TrainConfig) -> Report:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted)
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).exit_code)
 
 
 if __name__ == "__main__":

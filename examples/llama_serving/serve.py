@@ -53,7 +53,7 @@ from examples.llama_serving.server import Ending, Server, address, listening_soc
 from examples.llama_serving.text import PromptEncoder
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, mesh_of
-from examples.training.knobs import KnobError
+from examples.training.knobs import EXIT_INTERRUPTED, KnobError
 from examples.training.mesh_sizes import check_heads
 
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -200,7 +200,7 @@ def _say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
     return exit_code(
-        lambda: serve(config_from(argv, usage=__doc__)),
+        lambda: EXIT_INTERRUPTED if serve(config_from(argv, usage=__doc__)) else 0,
         usage=(ModelFolderError, spmd.errors.DataError),
     )
 

@@ -1,8 +1,11 @@
 """The text of a run, and its batches: blocks of tokens, in an order that the seed decides."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from examples.llama_tp import weights
 from examples.llama_tp.config import TrainConfig
-from examples.training.text import BlockBatches, TextData, check_amount, load_text
+from examples.training.text import TextData, block_batches, check_amount, load_text
 
 
 def load(config: TrainConfig) -> TextData:
@@ -25,16 +28,9 @@ def load(config: TrainConfig) -> TextData:
     return text
 
 
-def batches(
-    text: TextData, config: TrainConfig, *, first: int
-) -> tuple[BlockBatches, BlockBatches]:
-    """The batches of training, from the one after `first` on, and those of an evaluation."""
-    train = BlockBatches(
-        text.train_NT,
-        config.batch,
-        config.steps,
-        parts=config.accumulate,
-        seed=config.seed,
-        first=first,
+def batches(text: TextData, config: TrainConfig) -> tuple[Iterable[Any], Iterable[Any]]:
+    """The batches of a run, and those of an evaluation."""
+    train = block_batches(
+        text.train_NT, config.batch, config.steps, parts=config.accumulate, seed=config.seed
     )
-    return train, BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+    return train, block_batches(text.validation_NT, config.batch, config.eval_batches)

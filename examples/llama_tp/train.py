@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> Report:
         SaveError: the run's state, the model or the adapters could not be written at its end.
     """
     config = resolve.with_defaults(config)
-    saved = resume.read(config)
+    first = resume.step_of(config)
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
     device, mesh = device_of(config), resolve.parsed_mesh(config)
@@ -63,7 +63,7 @@ def run(config: TrainConfig) -> Report:
     input_sharding = shardings.batch_sharding(mesh) if mesh else None
     batches, eval_batches = (
         MpDeviceLoader(part, device, input_sharding=input_sharding)
-        for part in data.batches(text, config, first=saved["step"] if saved else 0)
+        for part in data.batches(text, config)
     )
 
     # --- Model: single-device code ----------------------------------------------------------------
@@ -78,7 +78,7 @@ def run(config: TrainConfig) -> Report:
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:
         shardings.parallelize(model, mesh, **resolve.plan_options(config))
-    if config.weights and not saved:
+    if config.weights and first is None:
         spmd.load_safetensors(stored, config.weights)  # each device's shards alone
     if resolve.draws_on_device(config):
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
@@ -91,9 +91,9 @@ def run(config: TrainConfig) -> Report:
     scheduler = warmup_and_cosine(optimizer, config, floor=config.min_lr / config.lr)
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     work = resolve.work_of(config, num_params=num_params, num_trained=num_trained)
-    journal = Journal(config, saved, device=device, mesh=mesh, work=work, data=text, parts=parts)
+    journal = Journal(config, first, device=device, mesh=mesh, work=work, data=text, parts=parts)
     if mesh:
         journal.log.table(layout_table(model, input_sharding))
     if config.lora:
@@ -132,7 +132,7 @@ def run(config: TrainConfig) -> Report:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
     usage = (spmd.errors.DataError,)
-    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted, usage=usage)
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).exit_code, usage=usage)
 
 
 if __name__ == "__main__":

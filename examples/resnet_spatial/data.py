@@ -4,9 +4,8 @@ Legend: N images, S rows and columns.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -52,21 +51,6 @@ class Source(Protocol):
     def evaluation(self, index: int, batch: int) -> Batch:
         """As `train`, from images that are kept for evaluation."""
         ...
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The batches of a run as an iterable, from number `first` on."""
-
-    make: Callable[[int], Batch]
-    num_batches: int
-    first: int = 0
-
-    def __len__(self) -> int:
-        return self.num_batches - self.first
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self.make(index) for index in range(self.first, self.num_batches))
 
 
 def _generator(*numbers: int) -> torch.Generator:

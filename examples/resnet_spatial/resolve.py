@@ -4,9 +4,10 @@ from torch import nn
 
 import spmd_core as spmd
 from examples.resnet_spatial.config import TrainConfig, check_mesh
-from examples.resnet_spatial.data import Batches, Fake, Folder, Shapes, Source
+from examples.resnet_spatial.data import Batch, Fake, Folder, Shapes, Source
 from examples.resnet_spatial.model import forward_flops
 from examples.resnet_spatial.shapes import KINDS
+from examples.training.batches import NumberedBatches
 from examples.training.command import mesh_of
 from examples.training.meter import Work
 
@@ -44,11 +45,14 @@ def load_source(config: TrainConfig) -> Source:
     )
 
 
-def batches(source: Source, config: TrainConfig, *, first: int) -> tuple[Batches, Batches]:
-    """The batches of training, from the one after `first` on, and those of an evaluation."""
+def batches(
+    source: Source, config: TrainConfig
+) -> tuple[NumberedBatches[Batch], NumberedBatches[Batch]]:
+    """The batches of a run, and those of an evaluation."""
+    batch, seed = config.batch, config.seed
     return (
-        Batches(lambda index: source.train(index, config.batch, config.seed), config.steps, first),
-        Batches(lambda index: source.evaluation(index, config.batch), config.eval_batches),
+        NumberedBatches(lambda i: source.train(i, batch, seed), config.steps, batch=batch),
+        NumberedBatches(lambda i: source.evaluation(i, batch), config.eval_batches, batch=batch),
     )
 
 

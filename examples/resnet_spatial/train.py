@@ -51,8 +51,7 @@ def run(config: TrainConfig) -> Report:
         SaveError: the run's state could not be written at its end.
     """
     config = with_defaults(config)
-    saved = resume.read(config)
-    first = saved["step"] if saved else 0
+    first = resume.step_of(config)
 
     # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
     device, mesh = device_of(config), resolve.parsed_mesh(config)
@@ -62,14 +61,14 @@ def run(config: TrainConfig) -> Report:
     input_sharding = shardings.batch_sharding(mesh) if mesh else None
     batches, eval_batches = (
         MpDeviceLoader(part, device, input_sharding=input_sharding)
-        for part in resolve.batches(source, config, first=first)
+        for part in resolve.batches(source, config)
     )
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
     order = torch.channels_last if config.channels_last else torch.contiguous_format
     model = build_model(config.model, num_classes=num_classes, order=order).to(device)
-    average = MovingAverage(model, config.ema, num_updates=first) if config.ema else None
+    average = MovingAverage(model, config.ema) if config.ema else None
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:
@@ -83,10 +82,10 @@ def run(config: TrainConfig) -> Report:
 
     # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     parts: dict[str, resume.Stateful]
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    parts |= {"average": average.model} if average else {}
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
+    parts |= {"average": average} if average else {}
     work = resolve.work_of(config, model, num_classes=num_classes)
-    journal = Journal(config, saved, device=device, mesh=mesh, work=work, data=source, parts=parts)
+    journal = Journal(config, first, device=device, mesh=mesh, work=work, data=source, parts=parts)
     if config.log_dir:
         samples = source.train(0, config.batch, config.seed)
         journal.log.picture("images", samples_picture(*samples))
@@ -123,7 +122,7 @@ def run(config: TrainConfig) -> Report:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted)
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).exit_code)
 
 
 if __name__ == "__main__":

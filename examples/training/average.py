@@ -17,7 +17,6 @@ class MovingAverage(nn.Module):
         model: on its device, with its shardings, which the copy has too.
         decay: how much of the average stays in an update. In the first ones it is less, so that
             random weights are soon forgotten: (1 + n) / (10 + n) after n of them.
-        num_updates: how many were done before, of a resumed run.
 
     Attributes:
         model: the average, in evaluation mode; it takes no gradients.
@@ -25,12 +24,12 @@ class MovingAverage(nn.Module):
 
     num_updates: torch.Tensor
 
-    def __init__(self, model: nn.Module, decay: float, *, num_updates: int = 0) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         device = next(model.parameters()).device
-        self.register_buffer("num_updates", torch.tensor(float(num_updates), device=device))
+        self.register_buffer("num_updates", torch.zeros((), device=device))
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:

@@ -13,11 +13,11 @@ from examples.training.mesh_sizes import mesh_sizes, wrong_product
 from examples.training.resume import SaveError
 from examples.training.run_config import RunConfig
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_FAILED = 1
 
 
 def exit_code(
-    command: Callable[[], bool | None],
+    command: Callable[[], int | None],
     *,
     usage: tuple[type[Exception], ...] = (),
     failed: tuple[type[Exception], ...] = (),
@@ -25,26 +25,27 @@ def exit_code(
     """Runs a command, and prints an error that its user can correct as a line on stderr.
 
     Args:
-        command: returns whether it was interrupted; None for what ends at once on Ctrl-C.
+        command: returns the exit code of a run without an error; None for 0.
         usage: further errors of what the user gave, beside `UsageError`.
         failed: further errors that end a run.
 
     Returns:
         0; 1 if a run failed or a file could not be written; 2 for options, data, a
-        saved run or a mesh that cannot work; 130 after Ctrl-C.
+        saved run or a mesh that cannot work; 130 after Ctrl-C; 75 after SIGTERM, which asks to be
+        started again.
     """
     end_imports()
     refused: tuple[type[Exception], ...] = (UsageError, spmd.errors.MeshError, *usage)
     broken: tuple[type[Exception], ...] = (SaveError, *failed)
     try:
-        interrupted = command()
+        code = command()
     except refused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except broken as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    return EXIT_INTERRUPTED if interrupted else 0
+    return code or 0
 
 
 # Where torchrun, scripts/launch.sh, srun and mpirun put the number of processes.

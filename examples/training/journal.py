@@ -14,11 +14,10 @@ from typing import Any, Protocol, Self
 import torch
 
 import spmd_core as spmd
-from examples.training import resume
 from examples.training.collector import long_lived
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter, Work
-from examples.training.resume import SaveError, Stateful
+from examples.training.resume import SaveError, Saves, Stateful
 from examples.training.run_config import RunConfig
 from spmd_core.metrics import device_kind, device_peak
 
@@ -53,30 +52,31 @@ class Journal:
                     journal.evaluated(loss=...)
             report = journal.finish()
 
-    Inside the block, Ctrl-C and SIGTERM end the run after a step, and the garbage collector does
-    not examine objects that were alive before.
+    Inside the block, Ctrl-C and SIGTERM end the run after a step, SIGTERM within --deadline, and
+    the garbage collector does not examine objects that were alive before.
 
     Args:
         config: the run's options.
-        saved: what `resume.read` gave; None for a new run.
+        first: the step to go on from, as `resume.step_of` gave it; None for a new run.
         device, mesh: where the model is.
         work: what a step computes.
         data: what the model is trained on.
-        parts: what is saved, and what a resumed run goes on with, by name: the model, the optimizer
-            and the scheduler, and what else has a state.
+        parts: what is saved, and what a resumed run goes on with, by name: the model, the
+            optimizer, the scheduler and the batches, and what else has a state.
 
     Attributes:
         log: where its lines go; the recipe may write more.
         report: the figures so far.
 
     Raises:
-        ResumeError: the saved run has other data or other parts.
+        ResumeError: the saved run has other data or other parts, or it is damaged, or still runs.
+        SaveError: the folder of --checkpoint cannot be written.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        saved: Mapping[str, Any] | None,
+        first: int | None,
         *,
         device: torch.device,
         mesh: spmd.Mesh | None,
@@ -84,12 +84,11 @@ class Journal:
         data: Data,
         parts: Mapping[str, Stateful],
     ) -> None:
-        first = resume.restore(saved, data=data.identity, parts=parts) if saved else 0
-        self._config, self._first = config, first
-        self._data, self._parts = data.identity, parts
+        self._saves = Saves(config, data=data.identity, parts=parts)
+        begins = self._saves.restore(first)
+        self._config, self._first = config, first or 0
         self._on_xla = config.device == "xla"
-        self._step = first
-        self._is_interrupted = False
+        self._step = self._first
         self._scheduler: Any = parts["scheduler"]
         self._stack = ExitStack()
         axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
@@ -101,14 +100,14 @@ class Journal:
             num_devices=mesh.size() if mesh else 1,
             device_kind=device_kind(device),
             mesh=axes,
-            resumed_at=first,
+            resumed_at=self._first,
             peak_flops=peak.flops_per_s,
             peak_source=peak.source,
         )
         self.log = RunLog(
             log_dir=config.log_dir,
             num_steps=config.steps,
-            first_step=first,
+            first_step=self._first,
             shows_progress=config.progress,
         )
         self.log.settings(self.report.config)
@@ -119,8 +118,7 @@ class Journal:
         self.log.say(f"model  {work.model}, {work.num_params:,} parameters, on {where}")
         if self._on_xla and config.capture and (reason := config.recorded_because()):
             self.log.say(f"step   recorded at each call: {reason}")
-        if config.resume:
-            self.log.say(resume.said(config, saved, lr=self._next_lr()))
+        self._say(begins)
         self._meter = Meter(
             self.report,
             work=work,
@@ -134,7 +132,8 @@ class Journal:
         self._start_s = time.perf_counter()
         with ExitStack() as stack:
             stack.callback(self.log.close)
-            stack.enter_context(spmd.distributed.stop_on_signals())
+            stack.enter_context(self._saves)
+            stack.enter_context(spmd.distributed.stop_on_signals(deadline_s=self._config.deadline))
             stack.enter_context(long_lived())
             self._stack = stack.pop_all()
         return self
@@ -188,10 +187,11 @@ class Journal:
         if spmd.debugging.is_planning():
             return self.report
         self._meter.read(up_to=self._config.steps)
-        if self._config.checkpoint and self._first < self._config.steps:
-            self._save()
+        if self._first < self._config.steps:
+            self._say(self._saves.save(self._step))
+            self._saves.wait()
         wall_s = time.perf_counter() - self._start_s
-        report = self._meter.finished(wall_s=wall_s, interrupted=self._is_interrupted)
+        report = self._meter.finished(wall_s=wall_s, interrupted=self.report.interrupted)
         self.log.finish(report)
         if self._config.results:
             report.write(self._config.results)
@@ -202,31 +202,28 @@ class Journal:
         for step in range(self._first + 1, self._config.steps + 1):
             self._step, self._lr = step, self._next_lr()
             yield step
-            self._save_if_due()
             if spmd.distributed.should_stop():
-                self._is_interrupted = True
-                self.log.say(f"interrupted: ending after step {step} of {self._config.steps}")
+                self.report.interrupted = True
+                self.report.preempted = spmd.distributed.was_preempted()
+                why = "preempted" if self.report.preempted else "interrupted"
+                self.log.say(f"{why}: ending after step {step} of {self._config.steps}")
                 return
+            if step < self._config.steps:
+                self._save_if_due()
 
     def _next_lr(self) -> float:
         """The learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
 
     def _save_if_due(self) -> None:
-        every = self._config.save_every
-        if every and self._step % every == 0 and self._step < self._config.steps:
-            try:
-                self._save()
-            except SaveError as error:  # the disk may have space by the next save
-                self.log.say(f"error: {error} The run goes on.")
+        try:
+            self._say(self._saves.save_if_due(self._step))
+        except SaveError as error:  # the disk may have space by the next save
+            self._say(f"error: {error} The run goes on.")
 
-    def _save(self) -> None:
-        self._sync()  # ends the step: its program is the same as that of a step without a save
-        if spmd.debugging.is_planning():
-            return
-        path = self._config.checkpoint.replace("{step}", str(self._step))
-        resume.save(path, step=self._step, config=self._config, data=self._data, parts=self._parts)
-        self.log.say(f"step {self._step:5d}  saved to {path}")
+    def _say(self, text: str) -> None:
+        if text:
+            self.log.say(text)
 
     def _sync(self) -> None:
         if self._on_xla:

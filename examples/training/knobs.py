@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from examples.training.collector import begin_imports
 
 Config = TypeVar("Config")
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 _MOST = 2**63 - 1  # of int64, the integers of the programs
 
 

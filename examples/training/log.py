@@ -15,7 +15,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 import spmd_core as spmd
+from examples.training.knobs import EXIT_INTERRUPTED
 from spmd_core import files
+from spmd_core.runtime.preemption import EXIT_PREEMPTED
 
 # Lines of a file and of a pipe have no width. Tables take what they need of this.
 _UNBOUNDED = 1 << 16
@@ -57,6 +59,7 @@ class Report:
         compiles, executions, compile_s: totals of the whole run.
         wall_s: seconds in the training loop, evaluations and compiles included.
         interrupted: whether Ctrl-C or SIGTERM ended the run early.
+        preempted: whether it was SIGTERM, to any of its processes.
     """
 
     config: dict[str, Any]
@@ -90,6 +93,14 @@ class Report:
     compile_s: float = 0.0
     wall_s: float = 0.0
     interrupted: bool = False
+    preempted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The command's: of a run that came to its end, one that Ctrl-C ended, or SIGTERM."""
+        if self.preempted:
+            return EXIT_PREEMPTED
+        return EXIT_INTERRUPTED if self.interrupted else 0
 
     def write(self, path: str | Path) -> None:
         """Writes the report as JSON, creating the folder."""

@@ -1,28 +1,29 @@
-"""Saves a run to a file and goes on from it: in the same state, at the same place in the data."""
+"""Saves a run to a folder of checkpoints and goes on from it: in the same state, at the same data.
+
+Everything by `spmd.CheckpointManager`; here is what a recipe adds: whose folder it is, by the run's
+options and data, and errors that name options. What lies in a folder:
+
+    run.json    the options that decide what is computed, and the data: of the run's first start
+    <step>/     the model, the optimizer, the scheduler, the place in the data in samples, torch's
+                random state, and the run's options
+"""
 
 import dataclasses
-import errno
-import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import spmd_core as spmd
 from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import UsageError, option
 from examples.training.run_config import RunConfig
-from examples.training.saved_state import StateError, check_parts, check_run
 from spmd_core import files
-
-_FORMAT = 1
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from spmd_core.errors import CheckpointError, SpmdError
 
 
 class ResumeError(UsageError):
-    """A file is no saved run, or it is one of a run with other options or other data."""
+    """A folder is that of a run with other options or other data, or a step cannot be taken."""
 
 
 class SaveError(OSError):
@@ -37,222 +38,252 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+# --- Before the training --------------------------------------------------------------------------
+
+
 def check_writable(config: RunConfig, places: Mapping[str, str] | None = None) -> None:
     """Tries to write a run's files, so that a wrong path fails before the training and not after.
 
     Args:
-        config: names the files of --checkpoint, in which `{step}` stands for a number, and
-            --results.
+        config: names the folder of --checkpoint, and the file of --results.
         places: further files, by the option that names each or its folder; an empty one is left
             out.
 
     Raises:
         SaveError: a file, or its folder, cannot be made.
     """
-    known = {"--checkpoint": config.checkpoint, "--results": config.results}
-    for name, place in (known | dict(places or {})).items():
-        path = place.replace("{step}", "0")
-        if path and not spmd.debugging.is_planning() and spmd.distributed.is_master():
+    if spmd.debugging.is_planning() or not spmd.distributed.is_master():
+        return
+    a_file = str(Path(config.checkpoint) / "tried") if config.checkpoint else ""
+    known = {"--checkpoint": (config.checkpoint, a_file), "--results": (config.results,) * 2}
+    known |= {name: (place, place) for name, place in (places or {}).items()}
+    for name, (place, path) in known.items():
+        if place:
             try:
                 files.check_writable(path)
             except OSError as error:
                 raise SaveError(
-                    f"{name} must name what can be written; got {path!r}: {error}. Name another "
+                    f"{name} must name what can be written; got {place!r}: {error}. Name another "
                     "place."
                 ) from error
 
 
-def save(
-    path: str | Path,
-    *,
-    step: int,
-    config: RunConfig,
-    data: str,
-    parts: Mapping[str, Stateful],
-) -> None:
-    """Writes a run's state. Waits for the device; under several processes, each must call it.
+def step_of(config: RunConfig) -> int | None:
+    """The step that a run goes on from, after checking that its folder is that of such a run.
 
-    The file replaces an earlier one when it is complete, so one can always be resumed.
-    It holds unsharded tensors, whatever the mesh, and `torch.load(path, weights_only=True)` reads
-    it.
+    Needs no device, so that a wrong folder fails within seconds.
 
     Args:
-        path: a file; its folder is made.
-        step: the number of steps done, which is the place in the data.
+        config: the run's options; `resume` is a step, or `RESUME_AUTO` for the newest one.
+
+    Returns:
+        None for a new run: without --checkpoint, where the folder has no step yet, and in a plan,
+        which reads nothing.
+
+    Raises:
+        ResumeError: an option differs that decides what is computed; the folder does not have the
+            step; or the run has done more steps than it is to have.
+    """
+    if not config.checkpoint or spmd.debugging.is_planning():
+        return None
+    from spmd_core.checkpoint import folder as steps  # noqa: PLC0415 - an optional package
+
+    folder = Path(config.checkpoint).expanduser()
+    before = _options_of(folder)
+    there = steps.whole_steps(folder)
+    # A run that was saved before an option existed had the option's default.
+    known, now = _identity(type(config)()) | (before or {}), _identity(config)
+    for name, value in now.items():
+        if before is not None and known[name] != value:
+            raise ResumeError(
+                f"a run resumes with the options that it began with; got {option(name)} {value}, "
+                f"and {known[name]} in {str(folder)!r}. Pass {option(name)} {known[name]}, or "
+                "begin a new run in another folder."
+            )
+    step = max(there, default=None) if config.resume == RESUME_AUTO else int(config.resume)
+    if step is not None and step not in there:
+        raise ResumeError(
+            f"--resume names a step that is saved, or {RESUME_AUTO}; got {step}, and the steps in "
+            f"{str(folder)!r} are {steps.listed(folder)}. Name one of these."
+        )
+    if step is not None and config.steps < step:
+        raise ResumeError(
+            f"--steps counts all steps of a run; got {config.steps}, and the one in "
+            f"{str(folder)!r} has done {step}. Pass for instance --steps {2 * step}, or begin a "
+            "new run in another folder."
+        )
+    return step
+
+
+def _options_of(folder: Path) -> dict[str, Any] | None:
+    """The identity of the run that a folder belongs to; None without one."""
+    from spmd_core.checkpoint import folder as steps  # noqa: PLC0415 - an optional package
+
+    try:
+        return steps.identity_of(folder)
+    except CheckpointError as error:
+        raise ResumeError(str(error)) from error
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """The options that decide what is computed; those of a resumed run are equal."""
+    values = _plain(config)
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(config)
+        if not field.metadata["resumable"]
+    }
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """The options as JSON has them: tuples become lists."""
+    values = dataclasses.asdict(config)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+# --- In the training ------------------------------------------------------------------------------
+
+
+class Saves:
+    """The saved steps of a run; without --checkpoint, and in a plan, nothing is saved.
+
+    A context manager, which gives the folder up at its end. Under several processes, each must make
+    the same calls.
+
+    Args:
         config: the run's options.
         data: identifies the data, such as a hash of it.
         parts: what the run goes on with, by name.
 
     Raises:
-        SaveError: the file could not be written, for instance as the disk is full, or the path is
-            no regular file's. An earlier file is as it was.
+        ResumeError: the folder has a run of other data, or another live run writes into it.
+        SaveError: the folder cannot be written.
     """
-    path = Path(path).expanduser()
-    state = spmd.to_cpu(
-        {
-            "format": _FORMAT,
-            "step": step,
-            "config": _plain(config),
-            "data": data,
-            "random": torch.get_rng_state(),
-            "parts": {name: part.state_dict() for name, part in parts.items()},
-        }
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        spmd.save(state, path)
-    # torch's writer raises a RuntimeError where it cannot write.
-    except (OSError, RuntimeError) as error:
-        is_full = not isinstance(error, OSError) or error.errno in _FULL
-        rule = "fit on the disk" if is_full else "be written to a file"
-        kept = "The file of an earlier step is kept. " if path.is_file() else ""
-        what = "Free space, or name" if is_full else "Name"
-        raise SaveError(
-            f"the state after step {step} must {rule}; {path} could not be written: {error}. "
-            f"{kept}{what} another file."
-        ) from error
 
-
-def read(config: RunConfig) -> dict[str, Any] | None:
-    """The saved run, for `restore`, after checking that its options are those of `config`.
-
-    Needs no device, so that a wrong file fails within seconds.
-
-    Args:
-        config: the run's options; `resume` names the file, or is `RESUME_AUTO`.
-
-    Returns:
-        The saved run; None for a new one: nothing is to be resumed, or `RESUME_AUTO` finds no file
-        yet.
-
-    Raises:
-        ResumeError: the file is missing or is no saved run, an option differs that decides what is
-            computed, or the run has done more steps than it is to have.
-        KnobError: see `RunConfig.check_resumable`.
-    """
-    if not config.resume:
-        return None
-    path = Path(config.resume).expanduser()
-    if config.resume == RESUME_AUTO:
-        found_path = newest(config.checkpoint)
-        if found_path is None:
-            return None
-        path = found_path
-    saved = _loaded(path)
-    if not isinstance(saved, dict) or "format" not in saved:
-        raise _no_run(path, "it lacks the entry 'format'")
-    if saved["format"] != _FORMAT:
-        raise ResumeError(
-            f"--resume reads files of format {_FORMAT}; got format {saved['format']} in "
-            f"{str(path)!r}. Resume with the release that wrote it."
-        )
-    try:
-        check_run(saved)
-    except StateError as error:
-        raise _no_run(path, str(error)) from error
-    # A run that was saved before an option existed had the option's default.
-    before, now = _plain(type(config)()) | saved["config"], _plain(config)
-    for field in dataclasses.fields(config):
-        name = field.name
-        if not field.metadata["resumable"] and before[name] != now[name]:
-            raise ResumeError(
-                f"a run resumes with the options that it began with; got {option(name)} "
-                f"{now[name]}, and {before[name]} in {str(path)!r}. Pass {option(name)} "
-                f"{before[name]}, or begin a new run without --resume."
+    def __init__(self, config: RunConfig, *, data: str, parts: Mapping[str, Stateful]) -> None:
+        self._config, self._parts = config, parts
+        self._manager: Any = None
+        if not config.checkpoint or spmd.debugging.is_planning():
+            return
+        before = _options_of(Path(config.checkpoint).expanduser())
+        try:
+            self._manager = spmd.CheckpointManager(
+                config.checkpoint,
+                every=config.save_every or config.steps,
+                keep=config.keep or None,
+                identity=(_identity(config) if before is None else before) | {"data": data},
             )
-    if config.steps < saved["step"]:
-        raise ResumeError(
-            f"--steps counts all steps of a run; got {config.steps}, and {str(path)!r} has done "
-            f"{saved['step']}. Pass for instance --steps {2 * saved['step']}, or begin a new run "
-            "without --resume."
+        except CheckpointError as error:
+            raise ResumeError(f"--checkpoint {config.checkpoint}: {error}") from error
+        except (OSError, SpmdError) as error:
+            raise SaveError(f"--checkpoint {config.checkpoint}: {error}") from error
+
+    def restore(self, step: int | None) -> str:
+        """Gives the parts, and torch's random generator, the state of a saved step; or of none.
+
+        Tensors keep their devices and shardings, whatever those of the saved run were. The next
+        step has the learning rate that the schedule of this run has there: with another --steps
+        than the saved run's, it may be another one than that run would have taken.
+
+        Args:
+            step: what `step_of` gave. A step that --resume names has those after it removed.
+
+        Returns:
+            A line about where the run begins; empty without --checkpoint.
+
+        Raises:
+            ResumeError: the state is damaged, or does not fit the parts. Nothing has changed then,
+                unless only a part's own `load_state_dict` noticed.
+        """
+        if self._manager is None:
+            return ""
+        config = self._config
+        if step is None:
+            return f"resume from no step: {config.checkpoint} has none yet, and a new run begins"
+        try:
+            done = self._manager.restore({**self._parts, "config": None}, step)
+            if config.resume != RESUME_AUTO:
+                self._manager.remove_after(step)
+        # The errors of the manager, and those that parts raise for a state that they cannot load.
+        except (OSError, SpmdError, ValueError, LookupError, TypeError, AttributeError) as error:
+            message = f"the run in {config.checkpoint!r} cannot go on from step {step}: {error}"
+            message += self._advice(step)
+            self.__exit__(type(error), error, None)
+            raise ResumeError(message) from error
+        saved_rate = self._parts["scheduler"]._last_lr[0]  # type: ignore[attr-defined]
+        rate = _take_rates(self._parts["scheduler"])
+        line = f"resume after step {step} of {config.steps}"
+        before = done.state["config"]["steps"]
+        if before != config.steps:
+            line += (
+                f"; the saved run had {before} steps, and the learning rate decays over all: "
+                f"{rate:.2e} in the next one, in place of {saved_rate:.2e}"
+            )
+        return line
+
+    def _advice(self, step: int) -> str:
+        earlier = [number for number in self._manager.all_steps() if number < step]
+        if not earlier:
+            return " To begin anew, name another folder."
+        return (
+            f" Pass --resume {earlier[-1]} to go on from the step before, which removes the later "
+            "ones; or name another folder."
         )
-    config.check_resumable(before)
-    return saved
+
+    def save_if_due(self, step: int) -> str:
+        """Saves every --save-every steps; returns a line that says so, else nothing."""
+        due = self._manager is not None and self._config.save_every
+        return self.save(step) if due and self._manager.should_save(step) else ""
+
+    def save(self, step: int) -> str:
+        """Saves the state behind the run. Waits for the devices, and for the save before.
+
+        Returns:
+            A line that says so; empty without --checkpoint.
+
+        Raises:
+            SaveError: the save before failed, and nothing was saved now; or the folder cannot be
+                written. Earlier steps are as they were.
+        """
+        if self._manager is None:
+            return ""
+        try:
+            self._manager.save(step, {**self._parts, "config": _plain(self._config)})
+        except (OSError, SpmdError) as error:
+            raise SaveError(str(error)) from error
+        return f"step {step:5d}  saved to {self._config.checkpoint}"
+
+    def wait(self) -> None:
+        """Waits until what was saved is whole on the disk.
+
+        Raises:
+            SaveError: it could not be written. Earlier steps are as they were.
+        """
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait()
+        except (OSError, SpmdError) as error:
+            raise SaveError(str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._manager is not None:
+            self._manager.__exit__(kind, error, trace)
 
 
-def newest(checkpoint: str) -> Path | None:
-    """The file that --checkpoint has written; of those with `{step}`, that of the last step.
+def _take_rates(scheduler: Any) -> float:
+    """Sets the learning rates of the next step, as the schedule does after each step.
 
-    Returns:
-        None if there is none yet.
+    The saved rates are those of the saved run's --steps.
     """
-    path = Path(checkpoint).expanduser()
-    before, has_steps, after = path.name.partition("{step}")
-    if not has_steps:
-        return path if path.exists() else None
-    pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-    there = path.parent.iterdir() if path.parent.is_dir() else ()
-    found = [(int(named[1]), file) for file in there if (named := pattern.fullmatch(file.name))]
-    return max(found)[1] if found else None
-
-
-def _loaded(path: Path) -> Any:
-    """The content of a file, after comparing each of its parts with its checksum.
-
-    torch writes the checksums, and does not read them.
-
-    Raises:
-        ResumeError: the file is missing, damaged, or none of torch's.
-    """
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as parts:
-            damaged = parts.testzip()
-    # What a damaged directory of a zip file raises is not documented.
-    except Exception as error:
-        raise _no_run(path, _first_line(error)) from error
-    if damaged is not None:
-        raise _no_run(path, f"its part {damaged!r} is damaged")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # neither is what torch raises for one
-        raise _no_run(path, _first_line(error)) from error
-
-
-def _no_run(path: Path, why: str) -> ResumeError:
-    return ResumeError(
-        f"--resume needs the file of a saved run; {str(path)!r} is none: {why}. "
-        "Name the file that the run wrote, or leave out --resume. "
-        f"--resume {RESUME_AUTO} begins a run that has saved nothing yet."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful]) -> int:
-    """Gives `parts` and torch's random generator the saved state; returns the saved step.
-
-    Tensors keep their devices and shardings, whatever those of the saved run were. The next step
-    has the learning rate that the schedule of this run has there: with another --steps than the
-    saved run's, it may be another one than that run would have taken.
-
-    Raises:
-        ResumeError: the run was of other data, or an entry of a part is missing or not as it must
-            be. Nothing has changed then, unless only a part's own `load_state_dict` noticed.
-    """
-    if saved["data"] != data:
-        raise ResumeError(
-            "a run resumes with the data that it began with; got other data under the same name "
-            f"({data} now, {saved['data']} then). Restore the data, or begin a new run without "
-            "--resume."
-        )
-    try:
-        check_parts(saved, parts)
-        for name, part in parts.items():
-            try:
-                part.load_state_dict(saved["parts"][name])
-            # The errors that parts raise for a state that they cannot load.
-            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-                raise StateError(f"parts.{name} cannot be taken: {_first_line(error)}") from error
-    except StateError as error:
-        raise ResumeError(
-            f"a run resumes with the state that it saved; the file's is another: {error}. Name "
-            "the file that the run wrote, or leave out --resume."
-        ) from error
-    torch.set_rng_state(saved["random"])
-    # As the schedule does after each step: the saved rates are those of the saved run's --steps.
-    scheduler: Any = parts["scheduler"]
     rates = [
         base * factor(scheduler.last_epoch)
         for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
@@ -260,31 +291,4 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate
     scheduler._last_lr = rates
-    return int(saved["step"])
-
-
-def said(config: RunConfig, saved: Mapping[str, Any] | None, *, lr: float) -> str:
-    """A line about where the run begins.
-
-    Args:
-        config: the run's options.
-        saved: what `read` gave.
-        lr: the learning rate of the next step.
-    """
-    if saved is None:
-        return f"resume from no file: {config.checkpoint} is not there yet, and a new run begins"
-    line = f"resume after step {saved['step']} of {config.steps}"
-    before = saved["config"].get("steps", config.steps)
-    if before != config.steps:
-        rates = saved["parts"]["scheduler"]["_last_lr"]
-        line += (
-            f"; the saved run had {before} steps, and the learning rate decays over all: "
-            f"{lr:.2e} in the next one, in place of {rates[0]:.2e}"
-        )
-    return line
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """The options as a dict that a file of tensors may hold: tuples become lists."""
-    values = dataclasses.asdict(config)
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return float(rates[0])

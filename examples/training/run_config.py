@@ -4,12 +4,10 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 """
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from examples.training.choices import MOST_DEVICES, RESUME_AUTO
-from examples.training.knobs import KnobError, check_ranges, knob
+from examples.training.choices import MOST_DEVICES, RESUME_AUTO, SAVE_EVERY
+from examples.training.knobs import KnobError, check_ranges, knob, option
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,27 @@ class RunConfig:
     seed: int = knob(0, "seed of the weights, the order of the data and all else that is random")
     checkpoint: str = knob(
         "",
-        "file to save the run to, every --save-every steps, at the end and after Ctrl-C or "
-        "SIGTERM; {step} in its name keeps each; empty: none",
+        "folder to save the run to, every --save-every steps, at the end and after Ctrl-C or "
+        "SIGTERM; a run that is there goes on, also on another mesh; empty: none",
         resumable=True,
     )
-    save_every: int = knob(0, "steps between two saves; 0: only at the end", resumable=True)
+    save_every: int = knob(
+        SAVE_EVERY, "steps between two saves; 0: only at the end", resumable=True
+    )
+    keep: int = knob(3, "newest saved steps that stay; 0: all", resumable=True)
     resume: str = knob(
-        "",
-        "saved run to go on from, also on another mesh; auto: the newest that --checkpoint names, "
-        "or a new run where there is none yet; empty: a new run",
+        RESUME_AUTO,
+        "step in --checkpoint to go on from, which removes the later ones; auto: the newest, or a "
+        "new run where there is none yet",
         resumable=True,
+    )
+    deadline: float = knob(
+        30.0,
+        "seconds after SIGTERM in which the run saves and ends with code 75; what takes longer "
+        "ends with code 1, and has its earlier saves",
+        resumable=True,
+        least=0.1,
+        most=10**6,
     )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
@@ -74,16 +83,6 @@ class RunConfig:
         True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
 
-    def check_resumable(self, before: Mapping[str, Any]) -> None:
-        """Checks what a resumed run needs beside equal values of the options that must be equal.
-
-        Args:
-            before: the options of the saved run.
-
-        Raises:
-            KnobError: it cannot go on with these options.
-        """
-
     def recorded_because(self) -> str:
         """Why no step of such a run can be captured, in words; empty: it can."""
         return ""
@@ -100,16 +99,18 @@ def check_run_config(config: RunConfig, *, axis: str) -> None:
         KnobError: an option is out of range, or two options do not fit together.
     """
     check_ranges(config)
-    if config.resume == RESUME_AUTO and not config.checkpoint:
+    is_step = config.resume.isascii() and config.resume.isdecimal()
+    if config.resume != RESUME_AUTO and not is_step:
         raise KnobError(
-            "--resume auto goes on from the file that --checkpoint names; got no --checkpoint. Add "
-            "for instance --checkpoint run.pt."
+            f"--resume takes the number of a saved step, or {RESUME_AUTO}; got {config.resume!r}. "
+            "Leave it out to go on from the newest step in --checkpoint."
         )
-    if config.save_every and not config.checkpoint:
-        raise KnobError(
-            f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "
-            "instance --checkpoint run.pt."
-        )
+    for name, default in (("resume", RESUME_AUTO), ("save_every", SAVE_EVERY)):
+        if getattr(config, name) != default and not config.checkpoint:
+            raise KnobError(
+                f"{option(name)} is about the folder of --checkpoint; got "
+                f"{getattr(config, name)} and no --checkpoint. Add for instance --checkpoint run."
+            )
     if config.device == "cpu" and (config.mesh or config.devices):
         raise KnobError(
             f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and "

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import spmd_core as spmd
+from examples.training.batches import NumberedBatches
 from examples.training.choices import TEXT_CACHE_DIR
 from examples.training.text_sources import Source, TextError, read_texts, source_of
 from examples.training.tokenizer_cache import cached_tokenizer
@@ -183,47 +184,42 @@ def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:
     return torch.from_numpy(tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int64))
 
 
-@dataclass(frozen=True)
-class BlockBatches:
-    """An iterable of pairs (inputs, targets), each int64 of shape (A, B, T).
+def block_batches(
+    blocks_NT: torch.Tensor,
+    batch: int,
+    num_batches: int,
+    *,
+    parts: int = 1,
+    seed: int | None = None,
+) -> NumberedBatches[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (inputs, targets), each int64 of shape (A, B, T).
 
-    It passes over the blocks as often as needed: with a seed in another random order each time,
+    They pass over the blocks as often as needed: with a seed in another random order each time,
     without one in the text's order. A pass drops the last blocks if they do not fill a batch.
 
-    Attributes:
+    Args:
         blocks_NT: the blocks, of shape (N, T + 1).
         batch: blocks in a batch, A·B.
         num_batches: the batches of a whole run.
         parts: into how many parts a batch is cut (A).
         seed: of the order; None for the text's.
-        first: the batches that an earlier run had; iteration begins behind them.
     """
+    num_blocks = len(blocks_NT)
 
-    blocks_NT: torch.Tensor
-    batch: int
-    num_batches: int
-    parts: int = 1
-    seed: int | None = None
-    first: int = 0
+    @lru_cache(maxsize=1)
+    def order_N(epoch: int) -> torch.Tensor:
+        if seed is None:
+            return torch.arange(num_blocks)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        return torch.randperm(num_blocks, generator=generator)
 
-    def __len__(self) -> int:
-        return self.num_batches - self.first
+    def make(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        epoch, position = divmod(number, num_blocks // batch)
+        block_BT = blocks_NT[order_N(epoch)[position * batch : (position + 1) * batch]]
+        block_ABT = block_BT.unflatten(0, (parts, -1))
+        return block_ABT[..., :-1].contiguous(), block_ABT[..., 1:].contiguous()
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        num_blocks = len(self.blocks_NT)
-        per_pass = num_blocks // self.batch
-        for index in range(self.first, self.num_batches):
-            epoch, position = divmod(index, per_pass)
-            if position == 0 or index == self.first:
-                order_N = torch.arange(num_blocks)
-                if self.seed is not None:
-                    order_N = torch.randperm(
-                        num_blocks,
-                        generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch),
-                    )
-            block_BT = self.blocks_NT[order_N[position * self.batch : (position + 1) * self.batch]]
-            block_ABT = block_BT.unflatten(0, (self.parts, -1))
-            yield block_ABT[..., :-1].contiguous(), block_ABT[..., 1:].contiguous()
+    return NumberedBatches(make, num_batches, batch=batch)
 
 
 # --- Tokens ---------------------------------------------------------------------------------------

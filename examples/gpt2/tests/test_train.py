@@ -1,6 +1,5 @@
 """The whole script: options and their errors, eager torch, equal losses on all meshes, Ctrl-C."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -26,7 +25,6 @@ from examples.gpt2.config import (
 )
 from examples.gpt2.resolve import parsed_mesh
 from examples.gpt2.train import main, run
-from examples.training import resume
 from examples.training.knobs import KnobError
 from examples.training.schedule import lr_factor
 
@@ -311,9 +309,9 @@ def test_the_sample_of_the_readme(num_devices: int, capsys: pytest.CaptureFixtur
     assert min(tokens_per_s, share, peak_bytes) > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
+@pytest.mark.parametrize(("number", "code"), [exhaustive(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
-    number: signal.Signals, cache_dir: str, tmp_path: Path
+    number: signal.Signals, code: int, cache_dir: str, tmp_path: Path
 ) -> None:
     arguments = [
         "--device",
@@ -325,21 +323,20 @@ def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
         "--log-dir",
         str(tmp_path),
         "--checkpoint",
-        str(tmp_path / "run.pt"),
+        str(tmp_path / "run"),
     ]
     process = fresh.Process(command(cache_dir, *arguments), environment(), folder=ROOT)
     try:
         process.until(lambda said: "\nstep     3" in said, 60)
         os.kill(process.pid, number)
-        assert process.wait(60) == 130
+        assert process.wait(60) == code
     finally:
         said, _ = process.end()
-    assert "interrupted: ending after step" in said
+    assert ("preempted: " if code == 75 else "interrupted: ") + "ending after step" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["interrupted"] is True
     assert len(report["losses"]) >= 3
-    saved = torch.load(tmp_path / "run.pt", weights_only=True)
-    assert saved["step"] == len(report["losses"])
+    assert (tmp_path / "run" / str(len(report["losses"])) / "state").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -369,8 +366,11 @@ def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
             ["--device", "cpu", "--mesh-devices", "3"],
             "got 3 and no --mesh. Add for instance --mesh fsdp=3",
         ),
-        (["--device", "cpu", "--resume", "missing.pt"], "'missing.pt' is none"),
-        (["--device", "cpu", "--resume", "auto"], "got no --checkpoint. Add for instance"),
+        (
+            ["--device", "cpu", "--resume", "run.pt"],
+            "a saved step, or auto; got 'run.pt'. Leave it",
+        ),
+        (["--device", "cpu", "--resume", "3"], "got 3 and no --checkpoint. Add for instance"),
         (
             ["--strategy", "ddp"],
             "--strategy ddp splits the batch over a mesh; got none. Add for instance --mesh data=8",
@@ -436,16 +436,22 @@ def test_a_pipeline_must_fit_the_batch_the_layers_and_the_devices(
         parsed_mesh(config)
 
 
-def test_a_pipeline_resumes_with_its_stages() -> None:
-    saved = dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))
-    TrainConfig(strategy="pipeline", mesh="pipe=2,tensor=4").check_resumable(saved)
-    for other in (
-        TrainConfig(mesh="fsdp=8"),
-        TrainConfig(strategy="pipeline", mesh="pipe=4,fsdp=2"),
-        TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4", schedule="circular"),
-    ):
-        with pytest.raises(KnobError, match="Resume with the strategy, pipe and schedule"):
-            other.check_resumable(saved)
+@pytest.mark.exhaustive  # as checkpoint/test_manager.py, on whole recipes
+@pytest.mark.slow
+def test_a_pipeline_resumes_without_stages(
+    cache_dir: str, tmp_path: Path, num_devices: int
+) -> None:
+    if num_devices != 8:
+        pytest.skip("the meshes are of eight devices")
+    knobs: dict[str, Any] = {"eval_batches": 0, "checkpoint": str(tmp_path), "keep": 0}
+    pipeline = {"device": "xla", "strategy": "pipeline", "mesh": "pipe=2,fsdp=4"}
+    whole = run(smoke(cache_dir, eval_batches=0, steps=4)).losses
+    first = run(smoke(cache_dir, steps=4, save_every=2, **pipeline, **knobs)).losses
+    assert first == pytest.approx(whole, rel=2e-4)
+    others: list[dict[str, Any]] = [{"device": "cpu"}, {"device": "xla", "mesh": "fsdp=8"}]
+    for other in others:
+        rest = run(smoke(cache_dir, steps=4, resume="2", **other, **knobs))
+        assert rest.resumed_at == 2 and rest.losses == pytest.approx(whole[2:], rel=2e-4)
 
 
 def test_a_mesh_must_fit_the_batch_the_heads_and_the_devices(num_devices: int) -> None:
@@ -531,25 +537,28 @@ def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.Mo
 
 
 def test_a_run_resumes_exactly(cache_dir: str, tmp_path: Path) -> None:
-    knobs = {"steps": 4, "eval_every": 2, "accumulate": 2, "checkpoint": str(tmp_path / "{step}")}
+    knobs = {"steps": 4, "eval_every": 2, "accumulate": 2, "checkpoint": str(tmp_path)}
     whole = run(smoke(cache_dir, save_every=2, **knobs))
-    rest = run(smoke(cache_dir, resume=str(tmp_path / "2"), **knobs))
+    rest = run(smoke(cache_dir, resume="2", **knobs))
     assert rest.resumed_at == 2
     assert rest.losses == whole.losses[2:]
     assert rest.lrs == whole.lrs[2:]
     assert rest.evals == whole.evals[1:]
-    done = run(smoke(cache_dir, resume=str(tmp_path / "4"), **knobs))
-    assert done.losses == []
+    assert run(smoke(cache_dir, **knobs)).losses == []
 
 
 def test_a_save_that_fails_on_the_way_does_not_end_the_run(
-    cache_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache_dir: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def full(path: str, **state: Any) -> None:
-        raise resume.SaveError("the disk is full.")
+    def full(*state: Any) -> None:
+        raise spmd.errors.CheckpointError("the disk is full.")
 
-    monkeypatch.setattr(resume, "save", full)
-    arguments = ["--save-every", "2", "--checkpoint", "run.pt", "--device", "cpu", "--steps", "3"]
+    monkeypatch.setattr(spmd.CheckpointManager, "save", full)
+    arguments = ["--save-every", "2", "--checkpoint", str(tmp_path), "--device", "cpu"]
+    arguments += ["--steps", "3"]
     code = main(
         ["--smoke", "--eval-batches", "0", "--cache-dir", cache_dir, "--no-progress", *arguments]
     )
@@ -571,15 +580,14 @@ def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str) -> None:
 def test_a_longer_run_goes_on_from_a_finished_one(
     cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = str(tmp_path / "run.pt")
     # A rate that does not decay does not depend on the number of steps.
     knobs: dict[str, Any] = {"eval_batches": 0, "lr": 1e-3, "min_lr": 1e-3}
     whole = run(smoke(cache_dir, **knobs, steps=4))
-    knobs |= {"checkpoint": file, "resume": "auto"}
+    knobs |= {"checkpoint": str(tmp_path / "run")}
     first, rest = (run(smoke(cache_dir, **knobs, steps=steps)) for steps in (2, 4))
     assert first.losses + rest.losses == whole.losses
     out = capsys.readouterr().out
-    assert out.count("run.pt is not there yet, and a new run begins") == 1
+    assert out.count("run has none yet, and a new run begins") == 1
     assert "resume after step 2 of 4; the saved run had 2 steps, and the learning rate" in out
 
 
@@ -592,5 +600,6 @@ def test_the_launch_files_start_and_restart_a_run(name: str) -> None:
     assert found is not None
     config = with_defaults(config_from(found[1].split()))
     assert config.resume == "auto" and config.checkpoint and config.save_every
+    assert config.deadline <= 120  # the time that both files give a run after SIGTERM
     if name == "jobset.yaml":  # on what the pods share
         assert config.checkpoint.startswith("/runs/") and "mountPath: /runs\n" in text

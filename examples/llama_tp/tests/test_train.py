@@ -121,9 +121,9 @@ def test_bf16_is_close_to_fp32(
 def test_a_run_resumes_on_another_mesh(
     cache_dir: str, tmp_path: Path, expected: Any, num_devices: int
 ) -> None:
-    path = str(tmp_path / "{step}")
+    path = str(tmp_path)
     run(smoke(cache_dir, mesh=f"tensor={num_devices}", checkpoint=path, save_every=2))
-    rest = run(smoke(cache_dir, device="cpu", resume=str(tmp_path / "2")))
+    rest = run(smoke(cache_dir, device="cpu", checkpoint=path, resume="2"))
     assert rest.resumed_at == 2
     assert rest.losses == pytest.approx(expected.losses[2:], rel=2e-4)
 
@@ -159,7 +159,10 @@ def test_the_sample_of_the_readme(num_devices: int, capsys: pytest.CaptureFixtur
         (["--devices", "8"], "got --devices 8 and no --mesh. Add for instance --mesh tensor=8"),
         (["--device", "cpu", "--save-every", "2"], "got 2 and no --checkpoint"),
         (["--device", "cpu", "--accumulate", "3"], "got 8 and 3. Pass for instance --batch 9"),
-        (["--device", "cpu", "--resume", "missing.pt"], "'missing.pt' is none"),
+        (
+            ["--device", "cpu", "--resume", "run.pt"],
+            "a saved step, or auto; got 'run.pt'. Leave it",
+        ),
         (
             ["--device", "cpu", "--sequence-parallel"],
             "--sequence-parallel splits over a mesh axis tensor; got --mesh ''",

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.resnet_spatial import shapes
-from examples.resnet_spatial.data import Batches, DataError, Fake, Folder, Shapes, Source
+from examples.resnet_spatial import resolve, shapes
+from examples.resnet_spatial.config import TrainConfig
+from examples.resnet_spatial.data import DataError, Fake, Folder, Shapes, Source
 
 
 def open_folder(path: Path, *, skips: bool = False, size: int = 32) -> Folder:
@@ -64,8 +65,10 @@ def test_images_apart_for_evaluation(folder: Callable[..., Path]) -> None:
 
 def test_a_run_goes_on_at_its_place() -> None:
     source = Shapes(16)
-    whole = list(Batches(lambda index: source.train(index, 4, 0), 5))
-    rest = list(Batches(lambda index: source.train(index, 4, 0), 5, first=3))
+    config = TrainConfig(batch=4, steps=5, seed=0)
+    whole, (batches, _) = list(resolve.batches(source, config)[0]), resolve.batches(source, config)
+    batches.load_state_dict({"samples": 12})
+    rest = list(batches)
     assert len(whole) == 5 and len(rest) == 2
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole[3:], rest))
 

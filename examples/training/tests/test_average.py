@@ -18,9 +18,9 @@ def test_the_average_follows_the_weights(device: str) -> None:
     expected = copy.deepcopy(layer.weight.detach()).cpu()
     for step in range(4):
         if step == 2:  # a run that is resumed
-            state = average.model.state_dict()
-            average = MovingAverage(model, 0.5, num_updates=step)
-            average.model.load_state_dict(state)
+            state = average.state_dict()
+            average = MovingAverage(model, 0.5)
+            average.load_state_dict(state)
         with torch.no_grad():
             layer.weight.add_(1.0)
         average.update(model)

@@ -17,8 +17,10 @@ class Config(RunConfig):
 @pytest.mark.parametrize(
     ("options", "message", "mended"),
     [
-        ({"resume": "auto"}, "Add for instance --checkpoint run.pt", {"checkpoint": "run.pt"}),
-        ({"save_every": 2}, "got 2 and no --checkpoint", {"checkpoint": "run.pt"}),
+        ({"resume": "4"}, "got 4 and no --checkpoint. Add for", {"checkpoint": "run"}),
+        ({"checkpoint": "run", "resume": "-1"}, "or auto; got '-1'. Leave it out", {"resume": "1"}),
+        ({"deadline": 0.0}, "--deadline must be at least 0.1; got 0.0", {"deadline": 9.0}),
+        ({"save_every": 2}, "got 2 and no --checkpoint", {"checkpoint": "run"}),
         ({"device": "cpu", "mesh": "x=2"}, "got --device cpu with --mesh 'x=2'", {"device": "xla"}),
         ({"devices": 8}, "Add for instance --mesh x=8.", {"mesh": "x=8"}),
         ({"steps": 0}, "--steps must be at least 1; got 0", {"steps": 1}),

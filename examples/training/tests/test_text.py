@@ -12,8 +12,8 @@ from examples.training import text_sources
 from examples.training.choices import PYTHON_STDLIB
 from examples.training.packed_text import pack_text
 from examples.training.text import (
-    BlockBatches,
     TextData,
+    block_batches,
     check_vocabulary,
     load_text,
     packed_blocks,
@@ -168,24 +168,26 @@ def test_the_standard_library_is_text_that_is_always_there(tmp_path: Path) -> No
 def test_batches_are_shuffled_by_the_seed_and_each_pass_sees_a_block_once() -> None:
     blocks_NT = torch.arange(10)[:, None] * 100 + torch.arange(5)
 
-    def blocks_of(batches: BlockBatches) -> list[int]:
-        assert len(list(batches)) == len(batches)
+    def blocks_of(num_batches: int, *, parts: int = 1, seed: int | None = None) -> list[int]:
+        batches = [*block_batches(blocks_NT, 3, num_batches, parts=parts, seed=seed)]
+        assert len(batches) == num_batches
         assert all(
-            x_ABT.shape == y_ABT.shape == (batches.parts, 3 // batches.parts, 4)
-            and torch.equal(x_ABT + 1, y_ABT)
+            x_ABT.shape == y_ABT.shape == (parts, 3 // parts, 4) and torch.equal(x_ABT + 1, y_ABT)
             for x_ABT, y_ABT in batches
         )
         return [int(row[0]) // 100 for x_ABT, _ in batches for row in x_ABT.flatten(0, 1)]
 
-    shuffled = blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5))
-    assert shuffled == blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5))
-    assert shuffled != blocks_of(BlockBatches(blocks_NT, 3, 7, seed=6))
+    shuffled = blocks_of(7, seed=5)
+    assert shuffled == blocks_of(7, seed=5)
+    assert shuffled != blocks_of(7, seed=6)
     assert len(set(shuffled[:9])) == len(set(shuffled[9:18])) == 9
     assert shuffled[:9] != shuffled[9:18]
-    # In parts, and from the fifth batch on, in the middle of the second pass.
-    assert shuffled == blocks_of(BlockBatches(blocks_NT, 3, 7, parts=3, seed=5))
-    assert shuffled[12:] == blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5, first=4))
-    assert blocks_of(BlockBatches(blocks_NT, 3, 4)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert shuffled == blocks_of(7, parts=3, seed=5)
+    # From the fifth batch on, in the middle of the second pass.
+    rest = block_batches(blocks_NT, 3, 7, seed=5)
+    rest.load_state_dict({"samples": 12})
+    assert shuffled[12:] == [int(row[0]) // 100 for x_ABT, _ in rest for row in x_ABT[0]]
+    assert blocks_of(4) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What lies on the disk: Orbax reads it, it is few files, and a missing package is told."""
 
+import asyncio
 import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -79,3 +80,17 @@ def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, f"spmd_core.checkpoint.{name}")
     with pytest.raises(ImportError, match=told):
         _ = spmd.CheckpointManager
+
+
+def test_where_a_write_fails_the_others_are_waited_for():
+    ended = []
+
+    async def write(number):
+        await asyncio.sleep(number / 100)
+        ended.append(number)
+        if number < 2:
+            raise OSError(f"write {number}")
+
+    with pytest.raises(OSError, match="write 0"):
+        asyncio.run(store._all(write(number) for number in range(4)))
+    assert ended == [0, 1, 2, 3]

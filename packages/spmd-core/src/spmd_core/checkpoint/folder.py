@@ -28,18 +28,32 @@ def listed(folder: Path) -> str:
     return ", ".join(map(str, whole_steps(folder))) or "none"
 
 
-def check_identity(folder: Path, identity: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError if a folder is that of a run with another identity."""
+def identity_of(folder: Path) -> dict[str, Any] | None:
+    """What tells a folder's run from others; None if it is nobody's.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     path = folder / IDENTITY_FILE
-    if identity is None or not path.exists():
-        return
+    if not path.exists():
+        return None
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"a folder of checkpoints says whose they are; {path} cannot be read: {error}. "
             "Name another folder."
         ) from error
+    return found
+
+
+def check_identity(folder: Path, identity: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError if a folder is that of a run with another identity."""
+    before = None if identity is None else identity_of(folder)
+    if identity is None or before is None:
+        return
     differing = [
         f"{name}: {before.get(name)!r} there, {identity.get(name)!r} here"
         for name in {**before, **identity}

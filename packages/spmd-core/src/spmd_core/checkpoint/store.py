@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,14 @@ class _BlockHandler(type_handlers.TypeHandler):  # type: ignore[misc, unused-ign
 
 async def _write(values: Sequence[Staged], infos: Sequence[Any]) -> None:
     budget = _Budget(_IN_FLIGHT_BYTES)
-    await asyncio.gather(*(_write_array(value, info, budget) for value, info in zip(values, infos)))
+    await _all(_write_array(value, info, budget) for value, info in zip(values, infos))
+
+
+async def _all(writes: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all, also where some fail: what goes on would answer a loop that has ended."""
+    for result in await asyncio.gather(*writes, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 async def _write_array(value: Staged, info: Any, budget: _Budget) -> None:
@@ -142,12 +149,10 @@ async def _write_array(value: Staged, info: Any, budget: _Budget) -> None:
         finally:
             await budget.give(taken)
 
-    await asyncio.gather(
-        *(
-            write(part, block[_relative(part, index)])
-            for index, block in value.blocks
-            for part in _chunks(index, value.chunks)
-        )
+    await _all(
+        write(part, block[_relative(part, index)])
+        for index, block in value.blocks
+        for part in _chunks(index, value.chunks)
     )
 
 
