@@ -152,7 +152,7 @@ FAULTS = (
         "            pass",
     ),
     Fault(
-        "spmd_core/checkpoint/manager.py",
+        "spmd_core/checkpoint/restoring.py",
         "a restore that fails has changed tensors",
         "            if check:",
         "            if False:",

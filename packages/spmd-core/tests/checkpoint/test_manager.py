@@ -312,8 +312,9 @@ def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(saving._writer._checkpointer, "save", refused)
             told = r"step 2 could not be written to .*Read-only.*as they were: 1\. .*another folder"
+            saving.save(2, {"t": t})
             with pytest.raises(CheckpointError, match=told):
-                saving.save(2, {"t": t})
+                saving.wait()
             patch.undo()
             # Behind the program, where what was begun cannot be removed either.
             patch.setattr(store.Writer, "wait", refused)
@@ -406,6 +407,23 @@ def test_a_restore_that_fails_changes_nothing(tmp_path, mesh_2d, device):
         saving.restore(state, 1)
         same(run.values(), saved)
         assert (last.cpu() == 0).all() and run.scheduler.last_epoch == 1
+
+
+def test_a_restore_that_fails_leaves_what_is_not_computed_yet(tmp_path, mesh_1d):
+    """What comes into tensors without values is read once, and kept until all is right."""
+    saved = torch.arange(4096.0)
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        for step in (1, 2):
+            saving.save(step, {"a": saved, "b": saved})
+        _corrupt(tmp_path / "2")
+        drawn = spmd.mark_sharding(torch.full((4096,), 3.0, device="xla"), mesh_1d, ("x",))
+        state = {"a": drawn, "b": torch.full((4096,), 4.0, device="xla")}
+        with pytest.raises(CheckpointError, match="step 2 in .* cannot be read"):
+            saving.restore(state)
+        assert drawn._handle.value.data is None  # and is still to be computed
+        assert (drawn.cpu() == 3).all() and (state["b"].cpu() == 4).all()
+        saving.restore(state, 1)
+        assert torch.equal(drawn.cpu(), saved) and drawn.sharding_spec is not None
 
 
 def test_a_state_that_does_not_belong_to_its_arrays(tmp_path):

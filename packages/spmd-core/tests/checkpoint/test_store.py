@@ -57,17 +57,35 @@ def test_each_block_is_written_once(tmp_path, mesh_1d):
     assert t.nbytes < size < 1.2 * t.nbytes
 
 
-def test_pieces_cover_a_block_along_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_READ_BYTES", 64)
+def test_each_chunk_is_read_once_into_whatever_blocks_need_it(tmp_path, mesh_2d, monkeypatch):
+    """Saved in bands of rows, restored by columns: each block needs a part of every chunk."""
+    monkeypatch.setattr(store, "_READ_BYTES", 1)
+    rows = spmd.Mesh(range(mesh_2d.size()), (mesh_2d.size(),), ("x",))
+    right = torch.arange(35.0 * 9).reshape(35, 9)
+    saved = spmd.mark_sharding(right.to("xla"), rows, ("x",))
+    by_both = spmd.mark_sharding(torch.zeros(35, 9, device="xla"), mesh_2d, ("b", "a"))
+    spmd.sync()  # it has values, and the first one below has none
+    targets = [
+        spmd.mark_sharding(torch.empty(35, 9, device="xla"), mesh_2d, (None, ("a", "b"))),
+        by_both,
+        torch.zeros(35, 9),
+        torch.zeros(9, 35).t(),
+    ]
     with CheckpointManager(tmp_path, async_=False) as saving:
-        saving.save(0, {"t": torch.arange(40.0).reshape(20, 2)})
-        reader = store.Reader(tmp_path / "0")
-        pieces = reader.pieces("t", (slice(3, 19), slice(0, 2)))
-        assert [p[0].start for p in pieces] == [3, *(p[0].stop for p in pieces[:-1])]
-        assert pieces[-1][0].stop == 19
-        into = torch.zeros(20, 2)
-        saving.restore({"t": into})
-    assert torch.equal(into, torch.arange(40.0).reshape(20, 2))
+        saving.save(0, {"t": {"t": saved}})
+        grid = store.Reader(tmp_path / "0").array("t.t").chunk_layout.read_chunk.shape
+        read = []
+        monkeypatch.setattr(
+            store._Reading,
+            "add",
+            lambda self, *a, add=store._Reading.add: (read.append(a), add(self, *a)),
+        )
+        for target in targets:
+            read.clear()
+            saving.restore({"t": {"t": target}})
+            assert torch.equal(target.cpu(), right)
+            once = -(-35 // grid[0])
+            assert len(read) - 1 == (once if target is targets[0] else 2 * once)  # and `random`
 
 
 def test_without_the_extra_the_import_says_what_to_install(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import parts
-from spmd_core.checkpoint.restoring import Restoration, new
+from spmd_core.checkpoint.restoring import Restoration
 from spmd_core.checkpoint.store import Reader
 from spmd_core.errors import CheckpointError
 from spmd_core.steps.structures import raise_together
@@ -87,7 +87,7 @@ def load_checkpoint(
         restoration, restored = planned(
             path, step, state, strict=True, convert=convert, is_whole=False
         )
-        restoration.check()
+        restoration.read(check=True)
     except (OSError, CheckpointError) as raised:
         error = raised
     raise_together(error, action="read")
@@ -152,7 +152,7 @@ def planned(
         restoration.extra = [name for name in restoration.extra if name not in left]
     restoration.refuse(strict=strict)
     if is_whole:
-        random = new(about["random"]["shape"], torch.uint8)
+        random = restoration.new(about["random"]["shape"], torch.uint8)
         restoration.fill("random", about["random"], parts.Entry(random))
         restoration.afterwards.append(lambda: torch.set_rng_state(random))
     restoration.check_arrays([*parts.nodes(about["parts"])])

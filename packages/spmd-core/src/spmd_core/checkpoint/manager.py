@@ -22,7 +22,7 @@ from spmd_core.checkpoint.entries import packed
 from spmd_core.checkpoint.loading import FORMAT, Restored
 from spmd_core.checkpoint.lock import FolderLock
 from spmd_core.checkpoint.retention import Retention, Written
-from spmd_core.checkpoint.staging import Memory, staged
+from spmd_core.checkpoint.staging import Memory, Staged, staged
 from spmd_core.checkpoint.store import Reader, Writer
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes, watch
@@ -38,20 +38,20 @@ class _Saving:
         step: the step.
 
     Args:
-        finish: called in a thread of its own.
+        write: called in a thread of its own.
     """
 
-    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
         self.step = step
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(finish,), name=f"checkpoint of step {step}"
+            target=self._run, args=(write,), name=f"checkpoint of step {step}"
         )
         self._thread.start()
 
-    def _run(self, finish: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            finish()
+            write()
         except BaseException as error:  # for the thread that waits
             self._error = error
 
@@ -197,8 +197,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the step is there; or the state holds what a checkpoint cannot hold; or
-                the save before failed, which the message names: then nothing was saved now; or the
-                folder cannot be written: steps before are as they were.
+                the save before failed, which the message names: then nothing was saved now, and
+                steps before are as they were.
         """
         self._refuse_closed()
         if require_int("step", step) < 0:
@@ -229,12 +229,7 @@ class CheckpointManager:
             "parts": saved,
             "random": random,
         }
-        try:
-            self._writer.start(step, about, copies)
-        except Exception as error:
-            self._memory.reuse()
-            raise self._unwritten(step, error) from error
-        self._saving = _Saving(step, self._finish)
+        self._saving = _Saving(step, lambda: self._write(step, about, copies))
         if not self._async:
             self.wait()
 
@@ -271,9 +266,10 @@ class CheckpointManager:
             f"{self._listed()}. Free space, or name another folder, and save again."
         )
 
-    def _finish(self) -> None:
-        """In a thread of its own: when a step is whole, others go."""
+    def _write(self, step: int, about: Mapping[str, Any], copies: Mapping[str, Staged]) -> None:
+        """In a thread of its own: writes a step; when it is whole, others go."""
         try:
+            self._writer.start(step, about, copies)
             self._writer.wait()
         except BaseException:
             if processes.is_master():
@@ -309,14 +305,16 @@ class CheckpointManager:
         """Gives a state the values of a saved one, in place. Waits for the transfers.
 
         Tensors keep their devices, shardings and dtypes, whatever those of the saved ones were.
-        Each process reads what its devices hold; the host holds one block at a time. An optimizer's
-        state is made where it is not born yet, sharded as its parameters. torch's CPU generator
-        gets its saved state.
+        Each process reads what its devices hold; the host holds a few blocks of one tensor at a
+        time. An optimizer's state is made where it is not born yet, sharded as its parameters.
+        torch's CPU generator gets its saved state.
 
         Everything is compared, and each chunk that this process needs is read and compared with
-        its checksum, before anything changes in any process. Memory for both the values before and
-        those that come is not taken: what is needed is read twice, the second time mostly from the
-        system's cache of files.
+        its checksum, before anything changes in any process. What comes into tensors without values
+        is read once: into an optimizer's state that is not born yet, and into parameters whose
+        initial values were recorded and not computed. Memory for both the values before and those
+        that come is not taken: what replaces values is read twice, the second time mostly from
+        the system's cache of files.
 
         Args:
             state: the parts by name, as for `save`.
@@ -325,9 +323,10 @@ class CheckpointManager:
                 besides.
             convert: whether values may be converted to the tensors' dtypes: floating-point ones to
                 each other, and integers to wider ones.
-            check: whether everything is read once before anything changes. Without, each chunk is
-                read once, and checked then; a damaged one leaves new values in the tensors before
-                it, and another step is to be restored, or the state to be built again.
+            check: whether everything is read once before anything changes. Without, what replaces
+                values is read once, and checked then; a damaged chunk leaves new values in the
+                tensors before it, and another step is to be restored, or the state to be built
+                again.
 
         Raises:
             CheckpointError: there is no such step; or the state differs, with all differences; or
@@ -345,8 +344,7 @@ class CheckpointManager:
             restoration, restored = loading.planned(
                 self._folder, step, state, strict=strict, convert=convert
             )
-            if check:
-                restoration.check()
+            restoration.read(check=check)
         except (OSError, CheckpointError) as raised:
             error = raised
         raise_together(error, action="read")

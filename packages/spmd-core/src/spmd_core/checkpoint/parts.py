@@ -9,7 +9,7 @@ from torch import nn
 from spmd_core.checkpoint import entries, plain
 from spmd_core.checkpoint.entries import OPTIMIZER, Entry, Named
 from spmd_core.checkpoint.plain import KIND, TENSOR, joined
-from spmd_core.checkpoint.restoring import Node, Restoration, new
+from spmd_core.checkpoint.restoring import Node, Restoration
 from spmd_core.errors import CheckpointError
 from spmd_core.graph.storage import Storage
 from spmd_core.steps.weight_saving import identity
@@ -99,7 +99,7 @@ def _value(path: str, current: Any, saved: Any, restoration: Restoration) -> Any
         tensor = here.get(path)
         if tensor is None:
             dtype = getattr(torch, node["dtype"])
-            tensor = new(node["shape"], dtype, on_device=node["device"] == "xla")
+            tensor = restoration.new(node["shape"], dtype, on_device=node["device"] == "xla")
         restoration.fill(path, node, Entry(tensor))
         return tensor
 
@@ -127,7 +127,7 @@ def _module(path: str, module: nn.Module, saved: Any, restoration: Restoration) 
         for name in there:
             entry = tensors[name]
             if identity(entry.tensor) not in own:  # made by a hook of `state_dict`
-                tensor = new(entry.shape, entry.tensor.dtype, like=entry.tensor)
+                tensor = restoration.new(entry.shape, entry.tensor.dtype, like=entry.tensor)
                 loaded[name], entry = tensor, Entry(tensor)
             restoration.fill(joined(path, name), saved[name], entry)
     for name, value in others.items():
@@ -265,9 +265,9 @@ class _Optimizer:
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
             # torch keeps the number of steps on the CPU, unless the optimizer is told otherwise.
             like = None if slot == "step" and node["device"] == "cpu" else parameter
-            tensor = new(shape, dtype, like=like)
+            tensor = self._restoration.new(shape, dtype, like=like)
         elif isinstance(tensor, XLAShardedTensor) and not isinstance(tensor._handle, Storage):
-            tensor = new(shape, dtype, like=tensor)
+            tensor = self._restoration.new(shape, dtype, like=tensor)
         for row, name in enumerate(named.names if has_rows else named.names[:1]):
             at = f"{self._path}.{name}.{slot}"
             self._restoration.fill(at, saved[row][slot], Entry(tensor, row if has_rows else None))

@@ -1,26 +1,33 @@
 """Restoring a state: what goes where, everything that does not fit at once, then block by block.
 
 Nothing changes before all of the state has been compared with what was saved, and all that is to be
-read was read once.
+read was read once: what comes into tensors that have no values yet is kept, and the rest is read
+again, as there is no memory for values before and after.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from spmd_core import dtypes
 from spmd_core.checkpoint.entries import Entry
 from spmd_core.checkpoint.store import Reader, damaged
 from spmd_core.errors import CheckpointError
+from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Value
 from spmd_core.program import leaves
 from spmd_core.steps.weight_saving import identity
 from spmd_core.tensor import shards
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.tensor.shards import Part
+
+# Blocks of one tensor in host memory, before they go to the devices.
+_HOST_BYTES = 256 << 20
 
 Node = Mapping[str, Any]
 
@@ -33,11 +40,17 @@ class _Fill:
         tensor: the tensor.
         names: of the array that it gets; for each of its rows, if they come from several.
         is_stacked: whether it has rows from several arrays.
+        whole: of a view, a tensor that gets them first.
+        value: what was read for it.
+        is_filled: whether a tensor in host memory has its values.
     """
 
     tensor: torch.Tensor
     names: dict[int, str]
     is_stacked: bool
+    whole: torch.Tensor | None = None
+    value: Value | None = None
+    is_filled: bool = False
 
 
 @dataclass
@@ -60,6 +73,7 @@ class Restoration:
     problems: list[str] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
     _fills: dict[Any, _Fill] = field(default_factory=dict)
+    _new: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def fits(self, path: str, node: Node, entry: Entry) -> bool:
         """Whether a tensor can have an array's values; notes why not."""
@@ -95,15 +109,58 @@ class Restoration:
             if fill.is_stacked and len(fill.names) < len(fill.tensor):
                 del self._fills[key]
 
-    def check(self) -> None:
-        """Reads all that `run` will read, and keeps none of it.
+    def new(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        like: torch.Tensor | None = None,
+        on_device: bool = False,
+    ) -> torch.Tensor:
+        """A tensor without values yet, which nobody sees before `run`.
+
+        Args:
+            shape: its shape.
+            dtype: its dtype.
+            like: gives it its device, and its sharding if it has the same shape.
+            on_device: without `like`, whether it is on device xla, replicated, and not on the CPU.
+        """
+        device = (XLA_DEVICE if on_device else torch.device("cpu")) if like is None else like.device
+        made = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if isinstance(like, XLAShardedTensor) and tuple(like.shape) == tuple(shape):
+            assert isinstance(made, XLAShardedTensor)
+            leaves.set_sharding(made._handle.storage, like.sharding)
+        self._new[id(made)] = made
+        return made
+
+    def read(self, *, check: bool) -> None:
+        """Reads all that can be held: what comes into tensors that have no values yet.
+
+        They get it by `run`, and no tensor of the state changes here.
+
+        Args:
+            check: whether what comes into other tensors is read, too, and not kept.
 
         Raises:
             CheckpointError: an array cannot be read, or a chunk's checksum is another.
         """
         for fill in self._fills.values():
-            for name, index in _needed(fill):
-                self.reader.check(name, index)
+            tensor = fill.tensor
+            if isinstance(tensor, XLAShardedTensor) and not isinstance(tensor._handle, Storage):
+                fill.whole = self.new(tensor.shape, tensor.dtype, like=tensor)
+            target = tensor if fill.whole is None else fill.whole
+            if isinstance(target, XLAShardedTensor):
+                assert isinstance(target._handle, Storage)
+                if target._handle.value.data is None:
+                    fill.value = self._value(fill, target._handle)
+                    continue
+            elif id(target) in self._new:
+                self._fill(fill, [(_all(target), target)])
+                fill.is_filled = True
+                continue
+            if check:
+                for name, parts in _by_name(fill, _needed(target)):
+                    self.reader.check(name, parts)
 
     def run(self) -> None:
         """Gives all tensors their values, then calls `afterwards`. Waits for the transfers.
@@ -117,46 +174,33 @@ class Restoration:
             action()
 
     def _run(self, fill: _Fill) -> None:
-        tensor = fill.tensor
-
-        def read(index: tuple[slice, ...], into: torch.Tensor) -> None:
-            if not fill.is_stacked:
-                self._read(fill.names[0], index, into)
-                return
-            for row in range(index[0].start, index[0].stop):
-                self._read(fill.names[row], index[1:], into[row - index[0].start])
-
-        if not isinstance(tensor, XLAShardedTensor):
+        target = fill.tensor if fill.whole is None else fill.whole
+        if isinstance(target, XLAShardedTensor):
+            assert isinstance(target._handle, Storage)
+            value = fill.value or self._value(fill, target._handle)
+            fill.value = None
+            with lock:
+                target._handle.write(value)
+        elif not fill.is_filled:
             with torch.no_grad():
-                read(tuple(slice(0, n) for n in tensor.shape), tensor)
-        elif isinstance(tensor._handle, Storage):
-            shards.fill(tensor._handle, read)
-            torch.autograd.graph.increment_version(tensor)
-        else:
-            whole = new(tensor.shape, tensor.dtype, like=tensor)
-            assert isinstance(whole, XLAShardedTensor) and isinstance(whole._handle, Storage)
-            shards.fill(whole._handle, read)
+                self._fill(fill, [(_all(target), target.detach())])
+        if fill.whole is not None:
             with torch.no_grad():
-                tensor.copy_(whole)
+                fill.tensor.copy_(fill.whole)
+            fill.whole = None
+        elif not fill.tensor.is_inference():
+            torch.autograd.graph.increment_version(fill.tensor)
 
-    def _read(self, name: str, index: Sequence[slice], into: torch.Tensor) -> None:
-        if not into.numel():
-            return
-        if not index:
-            into.copy_(dtypes.tensor_view(self.reader.read(name, index)))
-            return
-        first = index[0].start
-        for piece in self.reader.pieces(name, index):
-            part = self.reader.read(name, piece)
-            rows = into[piece[0].start - first : piece[0].stop - first]
-            if dtypes.to_torch(part.dtype) == rows.dtype:
-                # By numpy: torch's copy spreads over threads, which wait for those that read.
-                np.copyto(dtypes.numpy_view(rows), part)
-            else:
-                rows.copy_(dtypes.tensor_view(part))
+    def _value(self, fill: _Fill, storage: Storage) -> Value:
+        return shards.filled(storage, functools.partial(self._fill, fill), host_bytes=_HOST_BYTES)
+
+    def _fill(self, fill: _Fill, parts: Sequence[Part]) -> None:
+        for name, of in _by_name(fill, parts):
+            self.reader.fill(name, of)
 
     def check_arrays(self, nodes: Sequence[Node]) -> None:
         """Raises CheckpointError for an array on the disk that is not what the state says of it."""
+        self.reader.open(node["name"] for node in nodes)
         for node in nodes:
             check_array(self.reader, node)
 
@@ -189,38 +233,31 @@ def check_array(reader: Reader, node: Node) -> None:
         )
 
 
-def _needed(fill: _Fill) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """The arrays, and the blocks of them, that a tensor gets on this process's devices."""
-    tensor = fill.tensor
-    blocks = [tuple(slice(0, n) for n in tensor.shape)]
+def _all(tensor: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(0, n) for n in tensor.shape)
+
+
+def _needed(tensor: torch.Tensor) -> list[Part]:
+    """The blocks of a tensor that this process has, as tensors on device meta."""
+    blocks = [_all(tensor)]
     if isinstance(tensor, XLAShardedTensor) and isinstance(tensor._handle, Storage):
         blocks = shards.local_blocks(tensor._handle)
-    for index in blocks:
-        if fill.is_stacked:
-            for row in range(index[0].start, index[0].stop):
-                yield fill.names[row], index[1:]
-        else:
-            yield fill.names[0], index
+    return [
+        (index, torch.empty([s.stop - s.start for s in index], device="meta")) for index in blocks
+    ]
 
 
-def new(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    like: torch.Tensor | None = None,
-    on_device: bool = False,
-) -> torch.Tensor:
-    """A tensor without values yet.
-
-    Args:
-        shape: its shape.
-        dtype: its dtype.
-        like: gives it its device, and its sharding if it has the same shape.
-        on_device: without `like`, whether it is on device xla, replicated, and not on the CPU.
-    """
-    device = (XLA_DEVICE if on_device else torch.device("cpu")) if like is None else like.device
-    made = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if isinstance(like, XLAShardedTensor) and tuple(like.shape) == tuple(shape):
-        assert isinstance(made, XLAShardedTensor)
-        leaves.set_sharding(made._handle.storage, like.sharding)
-    return made
+def _by_name(fill: _Fill, parts: Sequence[Part]) -> Iterator[tuple[str, Sequence[Part]]]:
+    """The arrays that a tensor gets, and where each of them goes."""
+    if not fill.is_stacked:
+        yield fill.names[0], parts
+        return
+    for row, name in fill.names.items():
+        yield (
+            name,
+            [
+                (index[1:], into[row - index[0].start])
+                for index, into in parts
+                if index[0].start <= row < index[0].stop
+            ],
+        )

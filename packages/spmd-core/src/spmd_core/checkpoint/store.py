@@ -8,22 +8,25 @@ compares.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
 import math
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from spmd_core import dtypes
 from spmd_core.checkpoint.folder import whole_steps
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes
+from spmd_core.tensor.shards import Part
 
 try:
     import orbax.checkpoint as ocp
@@ -50,8 +53,8 @@ ARRAYS, STATE = "arrays", "state"
 _FILE_BYTES = 128 << 20
 # What may be encoded and not written yet.
 _IN_FLIGHT_BYTES = 256 << 20
-# At most so much of an array is read at a time.
-_READ_BYTES = 64 << 20
+# So much of an array is read at a time, or one chunk.
+_READ_BYTES = 32 << 20
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
@@ -287,6 +290,15 @@ class Reader:
             CheckpointError: it is missing or damaged.
         """
         if name not in self._open:
+            self.open([name])
+        try:
+            return self._open[name].result()
+        except (ValueError, OSError) as error:
+            raise damaged(self.folder, f"{name}: {error}") from error
+
+    def open(self, names: Iterable[str]) -> None:
+        """Begins to look for arrays, so that `array` need not wait for one after another."""
+        for name in {*names} - self._open.keys():
             database = {
                 "driver": "ocdbt",
                 "base": f"{_url(self.folder / ARRAYS)}/",
@@ -300,11 +312,7 @@ class Reader:
                 "recheck_cached_data": False,
                 "recheck_cached_metadata": False,
             }
-            try:
-                self._open[name] = ts.open(spec, read=True, context=self._context).result()
-            except (ValueError, OSError) as error:
-                raise damaged(self.folder, f"{name}: {error}") from error
-        return self._open[name]
+            self._open[name] = ts.open(spec, read=True, context=self._context)
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """A block of an array.
@@ -319,36 +327,124 @@ class Reader:
             raise damaged(self.folder, f"{name}: {error}") from error
         return found
 
-    def check(self, name: str, index: Sequence[slice]) -> None:
-        """Reads a block of an array, and keeps nothing of it.
+    def fill(self, name: str, parts: Sequence[Part]) -> None:
+        """Reads blocks of an array into memory; each chunk that they need once.
+
+        Args:
+            name: of the array.
+            parts: for each block its slices and a CPU tensor of that shape, of this or another
+                dtype, which gets it.
+
+        Raises:
+            CheckpointError: see `read`; some of the blocks have their values.
+        """
+        array, reading = self.array(name), _Reading(self.folder, name)
+        dtype = dtypes.to_torch(array.dtype.numpy_dtype)
+        for needed in _by_chunk(array, parts):
+            index, into = needed[0]
+            if len(needed) == 1 and into.dtype == dtype:
+                memory = ts.array(dtypes.numpy_view(into))
+                reading.add(memory.write(array[index]), into.nbytes)
+                continue
+            hull = tuple(
+                slice(min(s.start for s in of), max(s.stop for s in of))
+                for of in zip(*(index for index, _ in needed))
+            )
+            size = math.prod(s.stop - s.start for s in hull) * dtype.itemsize
+            reading.add(array[hull].read(), size, functools.partial(_spread, needed, hull))
+        reading.finish()
+
+    def check(self, name: str, parts: Sequence[Part]) -> None:
+        """Reads blocks of an array, and keeps nothing of them.
+
+        Args:
+            name: of the array.
+            parts: as `fill` has them; on device meta.
 
         Raises:
             CheckpointError: see `read`.
         """
-        if any(s.stop <= s.start for s in index):
-            return
-        array, reading = self.array(name), deque[Any]()
-        try:
-            for piece in self.pieces(name, index):
-                reading.append(array[tuple(piece)].read())
-                if len(reading) > 1:  # one is checked while the next is read
-                    reading.popleft().result()
-            while reading:
-                reading.popleft().result()
-        except (ValueError, OSError) as error:
-            raise damaged(self.folder, f"{name}: {error}") from error
+        array, reading = self.array(name), _Reading(self.folder, name)
+        size = math.prod(_grid(array)) * array.dtype.numpy_dtype.itemsize
+        for (index, _), *_ in _by_chunk(array, parts):
+            # For one element, all of its chunk is read and compared with its checksum.
+            reading.add(array[tuple(s.start for s in index)].read(), size)
+        reading.finish()
 
-    def pieces(self, name: str, index: Sequence[slice]) -> list[tuple[slice, ...]]:
-        """A block in parts that are read one at a time, along its first dim and whole chunks."""
-        array = self.array(name)
-        if not index:
-            return [()]
-        (rows, *others), itemsize = index, array.dtype.numpy_dtype.itemsize
-        row_bytes = math.prod(s.stop - s.start for s in others) * itemsize
-        chunk = array.chunk_layout.read_chunk.shape[0]
-        step = max(1, _READ_BYTES // max(1, row_bytes * chunk)) * chunk
-        bounds = [rows.start, *range(rows.start // step * step + step, rows.stop, step), rows.stop]
-        return [(slice(a, b), *others) for a, b in itertools.pairwise(bounds)]
+
+class _Reading:
+    """Reads of an array that are under way: so many bytes of them at a time.
+
+    Args:
+        step, name: of the array.
+    """
+
+    def __init__(self, step: Path, name: str) -> None:
+        self._step, self._name = step, name
+        self._begun = deque[tuple[Any, int, Callable[[Any], None] | None]]()
+        self._bytes = 0
+
+    def add(
+        self, begun: Any, num_bytes: int, use: Callable[[np.ndarray], None] | None = None
+    ) -> None:
+        """Another one.
+
+        Args:
+            begun: tensorstore's future.
+            num_bytes: that it takes.
+            use: gets its result.
+        """
+        self._begun.append((begun, num_bytes, use))
+        self._bytes += num_bytes
+        while self._bytes > _READ_BYTES and len(self._begun) > 1:
+            self._finish_one()
+
+    def finish(self) -> None:
+        """Waits for all."""
+        while self._begun:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        begun, num_bytes, use = self._begun.popleft()
+        try:
+            result = begun.result()
+        except (ValueError, OSError) as error:
+            raise damaged(self._step, f"{self._name}: {error}") from error
+        self._bytes -= num_bytes
+        if use is not None:
+            use(result)
+
+
+def _grid(array: Any) -> tuple[int, ...]:
+    """The shape of an array's chunks."""
+    return tuple(array.chunk_layout.read_chunk.shape or ())
+
+
+def _by_chunk(array: Any, parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts of blocks in each chunk of an array, in the chunks' order."""
+    grid = _grid(array)
+    found: dict[tuple[int, ...], list[Part]] = {}
+    for index, into in parts:
+        numbers = (range(s.start // n, -(-s.stop // n)) for s, n in zip(index, grid))
+        for number in itertools.product(*numbers):
+            inside = tuple(
+                slice(max(s.start, i * n), min(s.stop, (i + 1) * n))
+                for s, i, n in zip(index, number, grid)
+            )
+            if all(s.start < s.stop for s in inside):
+                found.setdefault(number, []).append((inside, into[_relative(inside, index)]))
+    return [found[number] for number in sorted(found)]
+
+
+def _spread(parts: Sequence[Part], index: tuple[slice, ...], block: np.ndarray) -> None:
+    """Copies a block, which lies at `index`, into its parts."""
+    for inside, into in parts:
+        part = block[_relative(inside, index)]
+        if dtypes.to_torch(part.dtype) == into.dtype:
+            # By numpy: torch's copy spreads over threads, which wait for those that read.
+            np.copyto(dtypes.numpy_view(into), part)
+        else:
+            into.copy_(dtypes.tensor_view(part))
 
 
 def damaged(step: Path, why: str) -> CheckpointError:

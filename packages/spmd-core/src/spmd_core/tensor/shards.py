@@ -3,6 +3,7 @@
 `fill` takes blocks one by one, so that weights are loaded shard by shard.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -15,6 +16,7 @@ from spmd_core.arguments import require_kind
 from spmd_core.errors import ShardError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Handle, Storage
+from spmd_core.graph.values import Value
 from spmd_core.program import execution, leaves
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers, devices, in_flight
@@ -137,6 +139,10 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
         leaves.replace(storage, array, placement)
 
 
+# A block in host memory that is to be filled: where it lies in the tensor, and the memory.
+Part = tuple[tuple[slice, ...], torch.Tensor]
+
+
 def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], None]) -> None:
     """Replaces a storage's value, computed or pending, by blocks that come one by one.
 
@@ -149,19 +155,48 @@ def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], Non
         read: called with a slice for each dim, with bounds, and a CPU tensor of that shape and of
             the storage's dtype, which it fills.
     """
+
+    def read_each(parts: Sequence[Part]) -> None:
+        for index, block in parts:
+            read(index, block)
+
+    value = filled(storage, read_each, host_bytes=0)
+    with lock:
+        storage.write(value)
+
+
+def filled(storage: Storage, read: Callable[[Sequence[Part]], None], *, host_bytes: int) -> Value:
+    """A value for a storage, which stays as it is, from blocks that come some at a time.
+
+    Args:
+        storage: see `fill`.
+        read: called with blocks to fill, each as `fill` has it; several times.
+        host_bytes: the host holds blocks of as many bytes, or one. Those of emulated devices stay
+            there, so all of them come at once.
+    """
     spec, placement = storage.spec, leaves.device_placement(storage.sharding)
     stored_shape = padded_shape(spec, placement.sharding)
+    blocks = buffers.blocks_of(placement.device_sharding, stored_shape)
+    each = max((math.prod(b - a for a, b in bounds) for bounds in blocks), default=1)
+    is_all = host_bytes > 0 and devices.platform() == "cpu"
+    num = len(blocks) if is_all else host_bytes // max(1, each * spec.dtype.itemsize)
     arrays = []
-    for bounds, holders in buffers.blocks_of(placement.device_sharding, stored_shape).items():
-        inside = _inside(bounds, spec.shape)
-        is_padded = any(s.stop < b for s, (_, b) in zip(inside, bounds))
-        make = torch.zeros if is_padded else torch.empty  # `read` fills it
-        block = make([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
-        read(inside, block[tuple(slice(s.stop - s.start) for s in inside)])
-        arrays += buffers.put(block, holders)
+    items, num = [*blocks.items()], max(1, num)
+    for start in range(0, len(items), num):
+        parts, made = [], []
+        for bounds, holders in items[start : start + num]:
+            inside = _inside(bounds, spec.shape)
+            is_padded = any(s.stop < b for s, (_, b) in zip(inside, bounds))
+            make = torch.zeros if is_padded else torch.empty  # `read` fills it
+            block = make([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
+            parts.append((inside, block[tuple(slice(s.stop - s.start) for s in inside)]))
+            made.append((block, holders))
+        read(parts)
+        for block, holders in made:
+            arrays += buffers.put(block, holders)
     with lock:
         array = buffers.joined(arrays, placement.device_sharding, stored_shape, spec.dtype)
-        leaves.replace(storage, array, placement)
+        return Value.leaf(spec, array, placement, None)
 
 
 def local_blocks(storage: Storage) -> list[tuple[slice, ...]]:
