@@ -418,7 +418,7 @@ def test_a_restore_that_fails_leaves_what_is_not_computed_yet(tmp_path, mesh_1d)
         _corrupt(tmp_path / "2")
         drawn = spmd.mark_sharding(torch.full((4096,), 3.0, device="xla"), mesh_1d, ("x",))
         state = {"a": drawn, "b": torch.full((4096,), 4.0, device="xla")}
-        with pytest.raises(CheckpointError, match="step 2 in .* cannot be read"):
+        with pytest.raises(CheckpointError, match=r"step 2 in .* cannot be read"):
             saving.restore(state)
         assert drawn._handle.value.data is None  # and is still to be computed
         assert (drawn.cpu() == 3).all() and (state["b"].cpu() == 4).all()
