@@ -27,7 +27,7 @@ def test_every_form_of_import():
         "import torch_xla.stablehlo",
         "from torch_xla import stablehlo",
         "from torch_xla.stablehlo import exported_program_to_stablehlo",
-        "from torch_xla.experimental.distributed_checkpoint.manager import CheckpointManager",
+        "from torch_xla.experimental.custom_kernel import flash_attention",
     )
     for statement in statements:
         with pytest.raises(ImportError, match="is not in this torch_xla") as found:

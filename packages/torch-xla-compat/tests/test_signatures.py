@@ -147,6 +147,15 @@ SIGNATURES = {
     "torch_xla.experimental.gradient_accumulation": {
         "gradient_accumulation": "(train_step, iterable_tensors, model, *carried_tensors)"
     },
+    "torch_xla.experimental.distributed_checkpoint": {
+        "CheckpointManager": (
+            "(path, save_interval, max_to_keep=0, max_pending_async=1, num_of_threads=1, "
+            "process_group=None, chkpt_on_preemption=True)"
+        ),
+        "SPMDSavePlanner": "()",
+        "SPMDLoadPlanner": "()",
+        "prime_optimizer": "(optimizer)",
+    },
     "torch_xla.experimental.fori_loop": {"fori_loop": "(lower, upper, body_fun, *init)"},
     "torch_xla.debug.metrics": {
         "counter_names": "()",
@@ -202,7 +211,6 @@ def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
 @pytest.mark.parametrize(
     "name",
     [
-        "distributed_checkpoint",
         "custom_kernel",
         "stablehlo_custom_call",
     ],

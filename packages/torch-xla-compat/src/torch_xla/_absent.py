@@ -37,9 +37,6 @@ _INSTEAD = {
     "torch_xla.distributed.data_parallel": "Use spmd_data.MpDeviceLoader and a mesh.",
     "torch_xla.experimental.custom_kernel": _KERNELS,
     "torch_xla.experimental.deprecations": _INSIDE,
-    "torch_xla.experimental.distributed_checkpoint": (
-        "Use torch_xla.core.xla_model.save for the whole state_dict(), and torch.load."
-    ),
     "torch_xla.experimental.dynamo_mark_sharding": "Use torch.ops.xla.dynamo_mark_sharding.",
     "torch_xla.experimental.dynamo_set_buffer_donor": "Use torch.ops.xla.dynamo_set_buffer_donor_.",
     "torch_xla.experimental.gru": "Use torch.nn.GRU.",
