@@ -8,6 +8,7 @@ import dataclasses
 import signal
 import threading
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
@@ -302,3 +303,44 @@ def test_arguments_that_are_refused(tmp_path, request):
     ):
         with pytest.raises(AssertionError, match=told):
             CheckpointManager(str(tmp_path), **{"save_interval": 1, **wrong})
+
+
+PROGRAM = """
+import sys
+folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(4)
+spmd.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+import torch
+import torch.distributed as dist
+import torch_xla.distributed.spmd as xs
+import torch_xla.distributed.xla_backend
+import torch_xla.runtime as xr
+from torch_xla.experimental.distributed_checkpoint import CheckpointManager
+xr.use_spmd()
+dist.init_process_group("gloo", init_method="xla://")
+mesh = xs.Mesh(range(8), (4, 2), ("x", "y"))
+right = torch.arange(11.0 * 6).reshape(11, 6)
+saved = {"w": xs.mark_sharding(right.to("xla"), mesh, ("x", "y")), "b": right[0].to("xla")}
+manager = CheckpointManager(folder, 2, max_to_keep=1)
+assert not manager.save_async(1, saved)
+assert manager.save_async(2, saved) and manager.save_async(4, saved)
+manager.join()
+assert manager.all_steps() == [4], manager.all_steps()
+zeros = {"w": torch.zeros(11, 6).to("xla"), "b": torch.zeros(6).to("xla")}
+xs.mark_sharding(zeros["w"], mesh, (None, ("y", "x")))
+manager.restore(4, zeros)
+assert torch.equal(zeros["w"].cpu(), right) and torch.equal(zeros["b"].cpu(), right[0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_their_own_blocks(tmp_path, row, group):
+    launched.succeed(2, lambda rank, port: ["-c", PROGRAM, tmp_path, port, rank])
+    files = {path.name: path.stat().st_size for path in (tmp_path / "4").glob("*.distcp")}
+    assert set(files) == {"__0_0.distcp", "__1_0.distcp"}
+    found = xs.mark_sharding(torch.zeros(11, 6).to("xla"), row, ("y", None))
+    CheckpointManager(str(tmp_path), 1, chkpt_on_preemption=False).restore(4, {"w": found})
+    assert torch.equal(found.cpu(), torch.arange(11.0 * 6).reshape(11, 6))
