@@ -17,7 +17,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m spmd_core.checkpoint",
-        description="Looks at a folder of checkpoints. Starts no device, and changes nothing.",
+        description="Looks at a folder of checkpoints, and converts to and from other files. "
+        "Starts no accelerator.",
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, what in (
@@ -31,6 +32,20 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--step", type=_step, help="show: the newest, and verify: all, without this option"
             )
+    what = (
+        "converts a step to a file, or a file to a step, a chunk at a time: .safetensors for the "
+        "tensors of one part, as those of the model; .pt, .pth or .bin for a torch file"
+    )
+    command = commands.add_parser("convert", help=what, description=what)
+    command.add_argument("source", help="the folder of all steps; or a file, or a folder of them")
+    command.add_argument("target", help="a file; or the folder of all steps")
+    command.add_argument(
+        "--step", type=_step, help="to a file: the newest, and from a file: 0, without this option"
+    )
+    command.add_argument(
+        "--part",
+        help="of the state; model, or all parts to a torch file, without this option",
+    )
     return made
 
 

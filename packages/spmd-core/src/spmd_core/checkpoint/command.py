@@ -1,5 +1,6 @@
 """The command `python -m spmd_core.checkpoint`: what a folder of checkpoints holds."""
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 
 from spmd_core.checkpoint import parts
@@ -14,7 +16,7 @@ from spmd_core.checkpoint.folder import listed, whole_steps
 from spmd_core.checkpoint.restoring import check_array
 from spmd_core.checkpoint.store import Reader, damaged
 from spmd_core.checkpoint_options import parser
-from spmd_core.errors import CheckpointError
+from spmd_core.errors import CheckpointError, DataError
 
 EXIT_RIGHT, EXIT_WRONG = 0, 1
 
@@ -23,19 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; starts no device.
 
     Returns:
-        0; or 1 if there is no such folder or step, or one cannot be read or is damaged. Invalid
-        arguments end the process with 2.
+        0; or 1 if there is no such folder or step, or one cannot be read or is damaged, or a file
+        cannot be converted. Invalid arguments end the process with 2.
     """
     options = parser().parse_args(argv)
-    folder = Path(options.folder).expanduser().resolve()
     try:
+        if options.command == "convert":
+            return _convert(options)
+        folder = Path(options.folder).expanduser().resolve()
         steps = _chosen(folder, getattr(options, "step", None))
         if options.command == "ls":
             return _list(folder, steps)
         if options.command == "show":
             return _show(folder / str(steps[-1]))
         return _verify(folder, steps)
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG
 
@@ -112,3 +116,33 @@ def _verify(folder: Path, steps: Sequence[int]) -> int:
             print(f"error: {text}", file=sys.stderr)
             code = EXIT_WRONG
     return code
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from spmd_core.checkpoint import convert  # noqa: PLC0415 - imports what writes
+
+    source, target = (
+        Path(each).expanduser().resolve() for each in (options.source, options.target)
+    )
+    ends = convert.SAFETENSORS + convert.TORCH
+    if target.suffix in ends and not target.is_dir():
+        step = _chosen(source, options.step)[-1]
+        convert.to_file(source / str(step), target, part=options.part, progress=_show_progress)
+    elif source.suffix in ends or source.is_dir():
+        jax.config.update("jax_platforms", "cpu")  # leaves accelerators to those who use them
+        step = options.step or 0
+        convert.from_file(source, target, step, part=options.part, progress=_show_progress)
+    else:
+        raise CheckpointError(
+            f"one of the two is a file whose name ends with one of {', '.join(ends)}; got "
+            f"{options.source!r} and {options.target!r}. Name the target for instance "
+            "model.safetensors."
+        )
+    print(f"step {step}: {source} -> {target}")
+    return EXIT_RIGHT
+
+
+def _show_progress(number: int, count: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if number == count else ""
+        print(f"\r{number:,} of {count:,} tensors", end=end, file=sys.stderr, flush=True)

@@ -101,11 +101,13 @@ def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays]:
     check_names(state)
     arrays = Arrays()
     names = parameter_names(state)
-    parts = {name: _part(name, part, arrays, names) for name, part in state.items()}
+    parts = {name: _part(name, part, arrays, names, state) for name, part in state.items()}
     return parts, arrays
 
 
-def _part(name: str, part: Any, arrays: Arrays, names: "dict[int, Named]") -> Any:
+def _part(
+    name: str, part: Any, arrays: Arrays, names: "dict[int, Named]", state: Mapping[str, Any]
+) -> Any:
     if isinstance(part, nn.Module):
         return _module(name, part, arrays)
     if isinstance(part, torch.optim.Optimizer):
@@ -115,7 +117,7 @@ def _part(name: str, part: Any, arrays: Arrays, names: "dict[int, Named]") -> An
     if is_stateful(part):
         return plain.encode(name, part.state_dict(), arrays.pack)
     if is_optimizer_state(part):
-        return _optimizer_state(name, part, arrays, indexed(part))
+        return _optimizer_state(name, part, arrays, indexed(part, state))
     return plain.encode(name, part, arrays.pack)
 
 
@@ -282,12 +284,35 @@ def is_optimizer_state(part: Any) -> bool:
     )
 
 
-def indexed(state: Mapping[str, Any]) -> list[list[Named]]:
-    """The names in an optimizer's state dict: those that it has, else positions."""
-    return [
-        [Named((name,)) for name in group.get("param_names") or map(str, group["params"])]
-        for group in state["param_groups"]
-    ]
+def indexed(optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> list[list[Named]]:
+    """The names in an optimizer's state dict, for each group: those that it has, else positions.
+
+    Args:
+        optimizer: the state dict; of an optimizer that was given `model.named_parameters()`, it has
+            their names.
+        state: all parts by name. A name that one module there has, or one dict of tensors, is that
+            parameter's.
+    """
+    owners: dict[str, list[str]] = {}
+    for part, value in state.items():
+        is_module = isinstance(value, nn.Module)
+        held = module_items(value)[0] if is_module else value if isinstance(value, Mapping) else ()
+        for name in held:
+            owners.setdefault(str(name), []).append(part)
+    found = []
+    for group in optimizer["param_groups"]:
+        names = group.get("param_names")
+        if names is None:
+            found.append([Named((str(number),)) for number in group["params"]])
+            continue
+        parts = [owners.get(name, []) for name in names]
+        found.append(
+            [
+                Named((f"{of[0]}.{name}" if len(of) == 1 else name,))
+                for name, of in zip(names, parts)
+            ]
+        )
+    return found
 
 
 def _optimizer_state(

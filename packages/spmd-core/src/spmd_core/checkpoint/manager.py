@@ -69,7 +69,9 @@ class CheckpointManager:
     `torch.Generator`; or a structure of tensors and plain Python values, such as what
     `state_dict()` returns. The state of torch's CPU generator, from which the devices draw too, is
     saved with it. Tensors go by their names, and an optimizer's state by the names of its
-    parameters: pass the module in the same state.
+    parameters: pass the optimizer itself, and its module in the same state. An optimizer's
+    `state_dict()` has names if it was made of `model.named_parameters()`; else its state goes by
+    positions, as torch loads it: the model may then neither gain nor lose parameters.
 
     Each process writes and reads the blocks that its own devices hold, and each block is written
     once. So a state can be restored on another mesh, on another number of devices or processes, and

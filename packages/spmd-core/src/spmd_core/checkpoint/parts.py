@@ -34,13 +34,18 @@ def plan(
         if name not in saved:
             restoration.missing.append(name)
         else:
-            result[name] = _part(name, part, saved[name], names, restoration)
+            result[name] = _part(name, part, saved[name], names, state, restoration)
     restoration.leave_partly()
     return result
 
 
 def _part(
-    name: str, part: Any, saved: Any, names: Mapping[int, Named], restoration: Restoration
+    name: str,
+    part: Any,
+    saved: Any,
+    names: Mapping[int, Named],
+    state: Mapping[str, Any],
+    restoration: Restoration,
 ) -> Any:
     if isinstance(part, nn.Module):
         _module(name, part, saved, restoration)
@@ -54,7 +59,7 @@ def _part(
         value = _value(name, part.state_dict(), saved, restoration)
         restoration.afterwards.append(lambda: part.load_state_dict(value))
     elif entries.is_optimizer_state(part) and _is(saved, OPTIMIZER):
-        return _Optimizer(name, saved, entries.indexed(part), restoration).state_dict(part)
+        return _Optimizer(name, saved, entries.indexed(part, state), restoration).state_dict(part)
     else:
         if isinstance(part, Mapping) and isinstance(saved, Mapping):
             _compare_keys(name, part, saved, restoration)
@@ -164,6 +169,7 @@ class _Optimizer:
             restoration.problems.append(f"no optimizer's state: {path}")
             self._saved = {"groups": [], "state": {}, "others": [], "top": {}}
             return
+        self._saved = saved = self._by_name(saved)
         here = [name for own in by_group for named in own for name in named.names]
         there = [name for group in saved["groups"] for name in group["params"]]
         restoration.missing += [joined(path, name) for name in here if name not in set(there)]
@@ -172,6 +178,31 @@ class _Optimizer:
             restoration.problems.append(
                 f"{len(saved['groups'])} groups of parameters in {path}, for {len(by_group)} here"
             )
+
+    def _by_name(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was saved by positions by the names that are here, or the other way round.
+
+        torch's own rule: the n-th of a group is the n-th of that group.
+        """
+        here = [[name for named in own for name in named.names] for own in self._by_group]
+        there = [group["params"] for group in saved["groups"]]
+        if _are_positions(here) == _are_positions(there):
+            return saved
+        is_stacked = any(named.is_stacked for own in self._by_group for named in own)
+        if is_stacked or [*map(len, here)] != [*map(len, there)]:
+            self._restoration.problems.append(
+                f"by positions on one side, and by names on the other: {self._path}, groups of "
+                f"{[*map(len, there)]} parameters for {[*map(len, here)]}; save the optimizer "
+                "itself beside its module, or make it of model.named_parameters()"
+            )
+            return saved
+        new = {a: b for old, own in zip(there, here) for a, b in zip(old, own)}
+        return {
+            **saved,
+            "state": {new[name]: values for name, values in saved["state"].items()},
+            "shapes": {new[name]: shape for name, shape in saved.get("shapes", {}).items()},
+            "groups": [{**group, "params": own} for group, own in zip(saved["groups"], here)],
+        }
 
     def into(self, optimizer: torch.optim.Optimizer) -> None:
         """Plans its state into an optimizer, whose own state may not be born yet."""
@@ -272,6 +303,10 @@ class _Optimizer:
             at = f"{self._path}.{name}.{slot}"
             self._restoration.fill(at, saved[row][slot], Entry(tensor, row if has_rows else None))
         return tensor
+
+
+def _are_positions(groups: list[list[str]]) -> bool:
+    return all(name.isdecimal() for group in groups for name in group)
 
 
 def _no_tensor(path: str, node: Node) -> Any:

@@ -55,7 +55,7 @@ class LoadedKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A tensor in a file.
 
     Attributes:
@@ -170,7 +170,7 @@ def load_safetensors(
     """
     require_kind("path", path, str, os.PathLike, write="the path of a file or a folder")
     tensors = named_tensors(module)
-    stored = _contents(Path(path).expanduser())
+    stored = contents(Path(path).expanduser())
     names: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(identity(tensor), []).append(name)
@@ -207,7 +207,7 @@ def _blocks(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
     return [tuple(slice(0, n) for n in tensor.shape)]
 
 
-def _load(tensor: torch.Tensor, stored: _Stored) -> None:
+def _load(tensor: torch.Tensor, stored: Stored) -> None:
     if isinstance(tensor, XLAShardedTensor):
         handle = tensor._handle
         assert isinstance(handle, Storage)
@@ -223,7 +223,7 @@ def _load(tensor: torch.Tensor, stored: _Stored) -> None:
 
 def _problems(
     tensors: Mapping[str, torch.Tensor],
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, Stored],
     sources: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """The reasons why loading is impossible, whether or not all names match."""
@@ -257,7 +257,7 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _are_equal(copies: Sequence[_Stored]) -> bool:
+def _are_equal(copies: Sequence[Stored]) -> bool:
     """Whether a file that has several names of one tensor has the same values for all of them."""
     for other in copies[1:]:
         first = copies[0]
@@ -282,8 +282,12 @@ def _are_equal(copies: Sequence[_Stored]) -> bool:
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def _contents(path: Path) -> dict[str, _Stored]:
-    """The tensors of a file or a folder by name; the files' headers are read and checked."""
+def contents(path: Path) -> dict[str, Stored]:
+    """The tensors of a file or a folder by name; the files' headers are read and checked.
+
+    Raises:
+        DataError: there are none, or a header is damaged.
+    """
     if not path.is_dir():
         if path.suffix == ".json":
             return _indexed(path)
@@ -306,7 +310,7 @@ def _contents(path: Path) -> dict[str, _Stored]:
     )
 
 
-def _indexed(index: Path) -> dict[str, _Stored]:
+def _indexed(index: Path) -> dict[str, Stored]:
     """The tensors of the parts that an index names."""
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -338,7 +342,7 @@ def _indexed(index: Path) -> dict[str, _Stored]:
     return found
 
 
-def _headers(path: Path) -> dict[str, _Stored]:
+def _headers(path: Path) -> dict[str, Stored]:
     """The tensors of one file by name."""
     try:
         with safe_open(path, "np"):
@@ -349,7 +353,7 @@ def _headers(path: Path) -> dict[str, _Stored]:
             header = json.loads(text)
         checked = weight_checksums.found(path, text, header.pop("__metadata__", {}))
         return {
-            name: _Stored(
+            name: Stored(
                 path,
                 name,
                 tuple(entry["shape"]),
