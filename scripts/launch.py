@@ -1,11 +1,16 @@
-"""Runs several processes of one program on this machine; each finds the others by the environment.
+r"""Runs several processes of one program on this machine; each finds the others by the environment.
 
     scripts/launch.sh --processes 2 --devices-per-process 4 -- python -m examples.gpt2.train --smoke
+    scripts/launch.sh --processes 4,2 --restarts 3 -- \
+        python -m examples.gpt2.train --smoke --mesh 'fsdp=*' --checkpoint runs/a --save-every 5
 
 Each process gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which `spmd_core.distributed.initialize()` reads. What it writes is shown with its
 number before each line. If one fails, the others are ended, and its exit code is that of this
-program; Ctrl-C ends all.
+program; with --restarts, all are started again, to go on from what they have saved. Not after exit
+code 2, by which recipes refuse what they were given, nor after 130, of Ctrl-C.
+
+Ctrl-C ends all. SIGTERM is passed on: recipes save and end with code 75, and so does this program.
 """
 
 import argparse
@@ -22,7 +27,11 @@ from typing import IO
 # How long the others have to end by themselves when one has failed: they say why. Then how long
 # they have after SIGTERM, which jax ignores, before SIGKILL.
 GRACE_S, TERM_S = 10.0, 2.0
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 2, os.EX_TEMPFAIL, 130
+
+
+class _PreemptedError(Exception):
+    """This program got SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,14 +41,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not command:
         print("error: nothing to run; write the command after --.", file=sys.stderr)
         return EXIT_USAGE
-    environments = [_environment(i, options) for i in range(options.processes)]
-    children: list[subprocess.Popen[str]] = []
-    readers: list[threading.Thread] = []
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _preempt)
     # A shell has what it runs in the background ignore this one.
     signal.signal(signal.SIGINT, _interrupt)
+    for start in range(options.restarts + 1):
+        number = options.processes[min(start, len(options.processes) - 1)]
+        code, is_final = _run(command, number, options)
+        if is_final or start == options.restarts:
+            break
+        following = options.processes[min(start + 1, len(options.processes) - 1)]
+        print(
+            f"launch: starting {following} process{'es' if following > 1 else ''} again, "
+            f"{start + 1} of {options.restarts} restarts",
+            file=sys.stderr,
+            flush=True,
+        )
+    return code
+
+
+def _run(command: list[str], number: int, options: argparse.Namespace) -> tuple[int, bool]:
+    """Runs the processes once.
+
+    Returns:
+        The exit code, and whether starting them again is of no use or not wanted.
+    """
+    children: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     try:
-        for number, environment in enumerate(environments):
+        for environment in _environments(number, options):
             try:
                 child = subprocess.Popen(
                     command,
@@ -55,13 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except OSError as error:
                 print(f"error: {command[0]} cannot be run: {error}.", file=sys.stderr)
                 _end(children, signal.SIGTERM)
-                return EXIT_USAGE
+                return EXIT_USAGE, True
+            readers += _shown(child, len(children))
             children.append(child)
-            readers += _shown(child, number)
-        return _watched(children)
+        code = _watched(children)
+        return code, code in (0, EXIT_USAGE, EXIT_INTERRUPTED)
+    except _PreemptedError:
+        _end(children, signal.SIGTERM, wait_s=options.deadline)
+        codes = [child.poll() for child in children]
+        is_saved = all(code in (0, EXIT_PREEMPTED) for code in codes)
+        return EXIT_PREEMPTED if is_saved else 128 + signal.SIGTERM, True
     except KeyboardInterrupt:
-        _end(children, signal.SIGINT)
-        return EXIT_INTERRUPTED
+        _end(children, signal.SIGINT, wait_s=GRACE_S)
+        return EXIT_INTERRUPTED, True
     finally:
         _end(children, signal.SIGKILL)
         for reader in readers:
@@ -71,16 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/launch.sh",
-        usage="%(prog)s [--processes N] [--devices-per-process N] -- command ...",
+        usage="%(prog)s [--processes N] [--devices-per-process N] [--restarts N] -- command ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--processes",
-        type=_up_to(256),
-        default=2,
-        metavar="N",
-        help="how many to run (default: 2)",
+        type=_numbers,
+        default=(2,),
+        metavar="N[,N...]",
+        help="how many to run (default: 2); after commas, how many after each restart: 4,2 begins "
+        "with 4 and goes on with 2",
     )
     parser.add_argument(
         "--devices-per-process",
@@ -91,21 +127,41 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=_port, help="the port where process 0 listens (default: a free one)"
     )
+    parser.add_argument(
+        "--restarts",
+        type=_up_to(10_000, least=0),
+        default=0,
+        metavar="N",
+        help="how often all are started again when one has failed (default: 0)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=_up_to(10_000),
+        default=40,
+        metavar="SECONDS",
+        help="how long the processes have after SIGTERM, before SIGKILL (default: 40; that of the "
+        "recipes is 30)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     return parser
 
 
-def _up_to(most: int) -> Callable[[str], int]:
-    """A whole number from 1 to `most`, as a `type` of `ArgumentParser.add_argument`."""
+def _up_to(most: int, *, least: int = 1) -> Callable[[str], int]:
+    """A whole number in a range, as a `type` of `ArgumentParser.add_argument`."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or not 1 <= int(text) <= most:
+        if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
-                f"this is a whole number from 1 to {most}; got {text!r}. Write for instance 2"
+                f"this is a whole number from {least} to {most}; got {text!r}. Write for instance 2"
             )
         return int(text)
 
     return read
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers of processes, between commas."""
+    return tuple(map(_up_to(256), text.split(",")))
 
 
 def _port(text: str) -> int:
@@ -116,27 +172,28 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _environment(number: int, options: argparse.Namespace) -> dict[str, str]:
-    if options.port is None:
+def _environments(number: int, options: argparse.Namespace) -> list[dict[str, str]]:
+    """The environment of each process. Their port is another one at each start."""
+    port = options.port
+    if port is None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            options.port = free.getsockname()[1]
-    added = {
+            port = free.getsockname()[1]
+    common = {
+        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(options.port),
-        "WORLD_SIZE": str(options.processes),
-        "LOCAL_WORLD_SIZE": str(options.processes),
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
         "PYTHONUNBUFFERED": "1",
     }
     if options.devices_per_process is not None:
-        added |= {
+        common |= {
             "PJRT_DEVICE": "CPU",
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(options.devices_per_process),
         }
-    return {**os.environ, **added}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
 
 
 def _shown(child: "subprocess.Popen[str]", number: int) -> list[threading.Thread]:
@@ -177,8 +234,10 @@ def _watched(children: "list[subprocess.Popen[str]]") -> int:
     return code if code > 0 else 128 - code
 
 
-def _end(children: "list[subprocess.Popen[str]]", how: signal.Signals) -> None:
-    """Sends a signal to the processes and what they have started; soon after, SIGKILL."""
+def _end(
+    children: "list[subprocess.Popen[str]]", how: signal.Signals, *, wait_s: float = TERM_S
+) -> None:
+    """Sends a signal to the processes and what they have started; after `wait_s`, SIGKILL."""
     for number in (how, signal.SIGKILL):
         running = [child for child in children if child.poll() is None]
         for child in running:
@@ -186,13 +245,18 @@ def _end(children: "list[subprocess.Popen[str]]", how: signal.Signals) -> None:
                 os.killpg(child.pid, number)
             except ProcessLookupError:
                 continue
-        deadline = time.monotonic() + (GRACE_S if number is signal.SIGINT else TERM_S)
+        deadline = time.monotonic() + (wait_s if number is how else TERM_S)
         while any(child.poll() is None for child in running) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _preempt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers say it twice
+    raise _PreemptedError
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`scripts/launch.sh`: environment, output, exit codes, and the end of all processes."""
+"""`scripts/launch.sh`: environment, output, exit codes, restarts, and the end of all processes."""
 
 import os
 import signal
@@ -81,6 +81,8 @@ time.sleep(60)
     [
         (["--processes", "0", "--", "true"], "a whole number from 1 to 256; got '0'"),
         (["--processes", "1000", "--", "true"], "a whole number from 1 to 256; got '1000'"),
+        (["--processes", "2,x", "--", "true"], "a whole number from 1 to 256; got 'x'"),
+        (["--restarts", "-1", "--", "true"], "a whole number from 0 to 10000; got '-1'"),
         (["--devices-per-process", "9999", "--", "true"], "from 1 to 2048; got '9999'"),
         (["--processes", "2"], "nothing to run; write the command after --"),
         (["--", "no-such-command"], "no-such-command cannot be run"),
@@ -95,3 +97,63 @@ def test_help_shows_an_example():
     done = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--devices-per-process" in done.stdout
     assert "scripts/launch.sh --processes 2" in done.stdout
+
+
+def starts(folder, *options, code):
+    """A launch whose processes write a file per start; the numbers of processes of each start."""
+    begin = f"""
+import os, signal, sys, time
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+port, start = os.environ["MASTER_PORT"], 1
+while os.path.exists(f"{folder}/{{start}}.{{rank}}"):
+    start += 1
+open(f"{folder}/{{start}}.{{rank}}", "w").write(world)
+"""
+    done = launched(*options, code=begin + code)
+    return done, [path.read_text() for path in sorted(folder.glob("*.0"))]
+
+
+def test_what_dies_is_started_again_also_with_fewer(tmp_path):
+    code = """
+if start < 4 and rank == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+print("start", start, "of", world)
+"""
+    done, numbers = starts(tmp_path, "--processes", "3,2,1", "--restarts", "3", code=code)
+    assert done.returncode == 0 and numbers == ["3", "2", "1", "1"]
+    assert "[0] start 4 of 1" in done.stdout
+    assert done.stderr.count("launch: process 0 ended with SIGKILL; ending the others") == 3
+    assert "launch: starting 2 processes again, 1 of 3 restarts" in done.stderr
+    assert "launch: starting 1 process again, 3 of 3 restarts" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "count", "code"),
+    [(75, 3, 75), (1, 3, 1), (2, 1, 2), (130, 1, 130), (0, 1, 0)],
+)
+def test_what_is_started_again(tmp_path, ending, count, code):
+    done, numbers = starts(
+        tmp_path, "--processes", "1", "--restarts", "2", code=f"sys.exit({ending})"
+    )
+    assert (done.returncode, len(numbers)) == (code, count)
+
+
+@pytest.mark.parametrize(("ends_with", "code"), [(75, 75), (1, 143), (None, 143)])
+def test_sigterm_is_passed_on_and_restarts_nothing(tmp_path, ends_with, code):
+    handler = "signal.SIG_IGN" if ends_with is None else f"lambda *_: sys.exit({ends_with})"
+    program = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, {handler})
+open({str(tmp_path)!r} + "/" + str(os.getpid()), "w")
+time.sleep(60)
+"""
+    options = ["--restarts", "2", "--deadline", "1" if ends_with is None else "30"]
+    process = subprocess.Popen([str(SCRIPT), *options, "--", sys.executable, "-c", program])
+    try:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == code
+    finally:
+        process.kill()
+    assert len(list(tmp_path.iterdir())) == 2
