@@ -3,12 +3,13 @@
 Orbax's `AsyncCheckpointer` makes the folder of a step under a temporary name, runs the writes
 behind the program, has all processes meet, merges their databases, and renames the folder last. How
 blocks become chunks is ours (`_BlockHandler`): jax arrays are padded here, and Orbax would write
-the padding. Orbax reads what this writes. Each chunk has a checksum (crc32c), which every read
-compares.
+the padding. Orbax reads what this writes. Each chunk has a checksum (crc32c), and so has the JSON
+beside the arrays (sha256); every read compares them.
 """
 
 import asyncio
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -49,6 +50,7 @@ logging.getLogger("absl").addFilter(
 ARRAYS, STATE = "arrays", "state"
 """The folders of a step: its arrays, and all else as JSON."""
 
+_CHECKSUM = "sha256"  # of the other entries of the JSON
 # Data files of this size: the values of one are held until it is written.
 _FILE_BYTES = 128 << 20
 # What may be encoded and not written yet.
@@ -230,7 +232,7 @@ class Writer:
             args=ocp.args.Composite(
                 **{
                     ARRAYS: ocp.args.PyTreeSave(tree),
-                    STATE: ocp.args.JsonSave(dict(state)),
+                    STATE: ocp.args.JsonSave({**state, _CHECKSUM: _checksum(state)}),
                 }
             ),
         )
@@ -242,6 +244,12 @@ class Writer:
     def close(self) -> None:
         """Ends the threads."""
         self._checkpointer.close()
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Of a state, before and after it was written as JSON."""
+    as_read = json.loads(json.dumps(state))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _prefix(folder: Path) -> str:
@@ -279,8 +287,8 @@ class Reader:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise damaged(self.folder, f"{path}: {error}") from error
-        if not isinstance(found, dict):
-            raise damaged(self.folder, f"{path} holds no object")
+        if not isinstance(found, dict) or found.pop(_CHECKSUM, None) != _checksum(found):
+            raise damaged(self.folder, f"{path} is not what its checksum says")
         return found
 
     def array(self, name: str) -> Any:
