@@ -142,7 +142,8 @@ def kills(count: int, number: int, seed: int, scratch: Path) -> dict[str, Any]:
     folder = scratch / f"{count}"
     promised = 0
     # In one run more, nothing is killed: it ends by itself.
-    for round_ in tqdm(range(number + 1), desc=f"kills of {count} x {NUM_DEVICES // count}"):
+    desc = f"kills of {count} x {NUM_DEVICES // count}"
+    for round_ in tqdm(range(number + 1), desc=desc, disable=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -216,7 +217,7 @@ def file_faults(folder: Path, trials: int, seed: int) -> dict[str, dict[str, int
         files = sorted(path for path in (folder / "2").rglob("*") if path.is_file())
         for fault in ("a byte changed", "half of a file gone", "a file removed"):
             counted = Counter[str]()
-            for trial in tqdm(range(trials), desc=fault):
+            for trial in tqdm(range(trials), desc=fault, disable=None):
                 path = files[trial % len(files)]
                 content = path.read_bytes()
                 if not content and fault != "a file removed":
@@ -276,15 +277,14 @@ def full_and_read_only(folder: Path) -> dict[str, str]:
         state.advance()
         manager.save(step, state.parts(step))
         manager.wait()
-        _mount(folder, "remount,ro")
-        try:
-            manager.save(step + 1, state.parts(step))
-            manager.wait()
-        except CheckpointError as error:
-            said["a read-only folder"] = str(error)
-        assert "Read-only" in said["a read-only folder"]
-        assert manager.restore(state.parts(0)).step == step
-        _mount(folder, "remount,rw")
+        with read_only(folder):
+            try:
+                manager.save(step + 1, state.parts(step))
+                manager.wait()
+            except CheckpointError as error:
+                said["a read-only folder"] = str(error)
+            assert "Read-only" in said["a read-only folder"]
+            assert manager.restore(state.parts(0)).step == step
         manager.save(step + 1, state.parts(step))
     return said
 
@@ -293,19 +293,26 @@ def full_and_read_only(folder: Path) -> dict[str, str]:
 def mounted(folder: Path) -> Iterator[None]:
     """A file system in memory of `_FULL_BYTES` at a folder."""
     folder.mkdir()
-    _mount(folder, f"size={_FULL_BYTES}")
+    _run("mount", "-t", "tmpfs", "-o", f"size={_FULL_BYTES}", "tmpfs", str(folder))
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        _run("umount", str(folder))
 
 
-def _mount(folder: Path, options: str) -> None:
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
-        check=True,
-        capture_output=True,
-    )
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Inside, what is opened by the folder's name can only be read."""
+    _run("mount", "--bind", str(folder), str(folder))
+    try:
+        _run("mount", "-o", "remount,bind,ro", str(folder))
+        yield
+    finally:
+        _run("umount", str(folder))
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def may_mount(scratch: Path) -> bool:

@@ -1,5 +1,6 @@
 """The command lists and verifies a folder, and starts no device."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core.checkpoint import CheckpointManager, command
+from spmd_core.checkpoint import CheckpointManager, command, store
 
 
 @pytest.fixture
@@ -46,6 +47,10 @@ def test_verify_reads_every_chunk(folder, capsys):
     assert "3  3 arrays: as written" in said.out and "20  3 arrays: WRONG" in said.out
     assert "step 20 in" in said.err and "mismatch" in said.err and "t.w" in said.err
     (folder / "3" / "state" / "metadata").write_text("{}")
+    assert command.main(["verify", str(folder), "--step", "3"]) == 1
+    assert "metadata is not what its checksum says" in capsys.readouterr().err
+    whole = json.dumps({"sha256": store._checksum({})})
+    (folder / "3" / "state" / "metadata").write_text(whole)
     assert command.main(["verify", str(folder), "--step", "3"]) == 1
     assert "its state lacks 'parts'" in capsys.readouterr().err
     assert command.main(["ls", str(folder)]) == 1
