@@ -26,7 +26,9 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class ServeConfig:
     """All options of a server; `--help` prints a line for each."""
 
-    model: str = knob("", "folder with config.json, safetensors and tokenizer files")
+    model: str = knob(
+        "", "folder with config.json, safetensors and tokenizer files, or of a run's --checkpoint"
+    )
     mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", most=MOST_DEVICES)
     dtype: str = knob("auto", "of parameters and cache; auto: as config.json says", choices=DTYPES)

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's: what it must be to be served, and the model and tokenizer in it."""
+"""The folder of a model, of Hugging Face or of a run: what can be served, and what is in it."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import spmd_core as spmd
-from examples.llama_tp import shardings
+from examples.llama_tp import shardings, weights
 from examples.llama_tp.folder_sizes import wrong_size
 from examples.training.attention import CAUSAL_SDPA
 
@@ -36,11 +36,13 @@ def read_config(folder: Path) -> LlamaConfig:
         ModelFolderError: the folder lacks a file, or has another kind of model.
     """
     missing = [name for name in ("config.json", "*.safetensors") if not [*folder.glob(name)]]
+    if missing == ["*.safetensors"] and weights.has_steps(folder):
+        missing = []
     if missing:
         raise ModelFolderError(
-            f"--model names a folder with config.json, safetensors and a tokenizer; got {folder}, "
-            f"which lacks {' and '.join(missing)}. Name another folder, or save the model there "
-            "with save_pretrained."
+            "--model names a folder with config.json, safetensors and a tokenizer, or that of a "
+            f"run's --checkpoint; got {folder}, which lacks {' and '.join(missing)}. Name another "
+            "folder, or save the model there with save_pretrained."
         )
     try:
         found = json.loads((folder / "config.json").read_text())
@@ -117,13 +119,14 @@ def load_model(
     It is recorded, split, and only then read, each device's shards by themselves. Waits for them.
 
     Args:
-        folder: with safetensors.
+        folder: with safetensors, or with checkpoints, of which the newest is taken.
         config: of the folder.
         dtype: of the parameters; None: the one that the configuration names.
         mesh: with the axis `tensor`; None for one device.
 
     Raises:
-        spmd.errors.DataError: the files are damaged, or those of another model.
+        spmd.errors.DataError, spmd.errors.CheckpointError: the files are damaged, or those of
+            another model.
     """
     with torch.device("xla"):
         model = LlamaForCausalLM._from_config(config, attn_implementation=CAUSAL_SDPA)
@@ -133,7 +136,7 @@ def load_model(
     if mesh is not None:
         # Logits stay split by vocabulary, until the program gathers those of the last tokens.
         shardings.parallelize(model, mesh, sequence_parallel=False, loss_parallel=True)
-    spmd.load_safetensors(model, folder)
+    weights.load(model, folder)
     return model
 
 

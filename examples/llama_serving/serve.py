@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
     return exit_code(
         lambda: EXIT_INTERRUPTED if serve(config_from(argv, usage=__doc__)) else 0,
-        usage=(ModelFolderError, spmd.errors.DataError),
+        usage=(ModelFolderError, spmd.errors.DataError, spmd.errors.CheckpointError),
     )
 
 

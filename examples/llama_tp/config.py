@@ -43,8 +43,9 @@ class TrainConfig(RunConfig):
     )
     weights: str = knob(
         "",
-        "folder of a Llama in Hugging Face's layout to start from: config.json, safetensors and "
-        "tokenizer.json; sizes and vocabulary are its own; empty: random weights",
+        "folder of a Llama to start from, in Hugging Face's layout (config.json, safetensors and "
+        "tokenizer.json) or of a run's --checkpoint; sizes and vocabulary are its own; empty: "
+        "random weights",
     )
     lora: int = knob(
         0,

@@ -23,6 +23,20 @@ def files(config: TrainConfig) -> dict[str, str]:
     }
 
 
+def describe(config: TrainConfig, model: LlamaForCausalLM, text: TextData) -> None:
+    """Makes the folder of --checkpoint one for --weights and the server: sizes and tokenizer.
+
+    Not with adapters, whose model has other names.
+
+    Raises:
+        SaveError: a file could not be written.
+    """
+    if config.checkpoint and not config.lora and not spmd.debugging.is_planning():
+        weights.describe(
+            model, text, config.checkpoint, source=config.weights, option="--checkpoint"
+        )
+
+
 def write(
     config: TrainConfig,
     model: LlamaForCausalLM,

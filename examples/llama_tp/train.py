@@ -29,7 +29,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from examples.llama_tp import data, lora, resolve, results, shardings
+from examples.llama_tp import data, lora, resolve, results, shardings, weights
 from examples.llama_tp.model import next_token_loss
 from examples.training import resume
 from examples.training.command import device_of, exit_code
@@ -49,8 +49,8 @@ def run(config: TrainConfig) -> Report:
     Raises:
         UsageError, spmd.errors.MeshError: the options, the text, the saved run or the mesh cannot
             work; raised before the model is built.
-        spmd.errors.DataError: the files of --weights are damaged, or do not hold the model of their
-            config.json.
+        spmd.errors.DataError, spmd.errors.CheckpointError: the files of --weights are damaged, or
+            do not hold the model of their config.json.
         SaveError: the run's state, the model or the adapters could not be written at its end.
     """
     config = resolve.with_defaults(config)
@@ -79,7 +79,7 @@ def run(config: TrainConfig) -> Report:
     if mesh:
         shardings.parallelize(model, mesh, **resolve.plan_options(config))
     if config.weights and first is None:
-        spmd.load_safetensors(stored, config.weights)  # each device's shards alone
+        weights.load(stored, config.weights)  # each device's shards alone
     if resolve.draws_on_device(config):
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
 
@@ -94,6 +94,7 @@ def run(config: TrainConfig) -> Report:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     work = resolve.work_of(config, num_params=num_params, num_trained=num_trained)
     journal = Journal(config, first, device=device, mesh=mesh, work=work, data=text, parts=parts)
+    results.describe(config, model, text)
     if mesh:
         journal.log.table(layout_table(model, input_sharding))
     if config.lora:
@@ -131,7 +132,7 @@ def run(config: TrainConfig) -> Report:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    usage = (spmd.errors.DataError,)
+    usage = (spmd.errors.DataError, spmd.errors.CheckpointError)
     return exit_code(lambda: run(config_from(argv, usage=__doc__)).exit_code, usage=usage)
 
 

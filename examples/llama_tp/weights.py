@@ -1,11 +1,13 @@
-"""A Llama in Hugging Face's layout: its sizes, model and tokenizer from a folder, and into one."""
+"""A Llama in a folder, of Hugging Face's files or of a run's checkpoints: from it, and into it."""
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import spmd_core as spmd
@@ -89,19 +91,46 @@ def check(folder: str, *, seq: int) -> None:
     """
     path, positions = Path(folder).expanduser(), model_config(folder).max_position_embeddings
     missing = [] if (path / TOKENIZER).exists() else [TOKENIZER]
-    if not any((path / name).exists() for name in WEIGHTS):
+    if not any((path / name).exists() for name in WEIGHTS) and not has_steps(path):
         missing.insert(0, WEIGHTS[0])
     if missing:
         raise KnobError(
-            f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}; got {folder!r} "
-            f"without {' and '.join(missing)}. Convert what is there with transformers' "
-            "save_pretrained."
+            f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}, or that of a "
+            f"run's --checkpoint; got {folder!r} without {' and '.join(missing)}. Convert what is "
+            "there with transformers' save_pretrained."
         )
     if seq > positions:
         raise KnobError(
             f"--seq may not exceed the positions that the model is meant for; got {seq}, and "
             f"{positions} in {folder!r}. Pass --seq {positions} or less."
         )
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether a folder has checkpoints of a run."""
+    if not any(name.name.isdecimal() for name in folder.iterdir()):
+        return False
+    from spmd_core.checkpoint import folder as steps  # noqa: PLC0415 - an optional package
+
+    return bool(steps.whole_steps(folder))
+
+
+def load(model: LlamaForCausalLM | Mapping[str, Tensor], folder: str | Path) -> None:
+    """Gives a model, or its tensors by name, the weights in a folder. Waits for the transfers.
+
+    Each process reads what its devices hold, into the tensors' dtypes; of checkpoints, the newest.
+
+    Raises:
+        spmd.errors.DataError, spmd.errors.CheckpointError: the files are damaged, or those of
+            another model.
+    """
+    path = Path(folder).expanduser()
+    if any(path.glob("*.safetensors")):
+        spmd.load_safetensors(model, path)
+        return
+    from spmd_core.checkpoint import load_checkpoint  # noqa: PLC0415 - an optional package
+
+    load_checkpoint(path, {"model": model}, convert=True)
 
 
 def tokenizer(folder: str) -> GivenTokenizer:
@@ -179,27 +208,54 @@ def export(model: LlamaForCausalLM, text: TextData, folder: str, *, source: str)
     Raises:
         SaveError: a file could not be written.
     """
+    try:
+        spmd.save_safetensors(model, Path(folder).expanduser())
+    except OSError as error:
+        raise _unwritten("--export", folder, error) from error
+    describe(model, text, folder, source=source, option="--export")
+
+
+def describe(
+    model: LlamaForCausalLM, text: TextData, folder: str, *, source: str, option: str
+) -> None:
+    """Writes what a folder needs beside the weights: the sizes and the tokenizer.
+
+    Process 0 writes, and none waits for it.
+
+    Args:
+        model: on any device.
+        text, source: see `export`.
+        folder: is there.
+        option: names it.
+
+    Raises:
+        SaveError: a file could not be written.
+    """
+    if not spmd.distributed.is_master():
+        return
     target = Path(folder).expanduser()
     try:
-        spmd.save_safetensors(model, target)
-        if spmd.distributed.is_master():
-            _write_config(model, target)
-            if source:
-                for name in TOKENIZER_FILES:
-                    if (found := Path(source).expanduser() / name).exists():
-                        shutil.copyfile(found, target / name)
-            else:
-                PreTrainedTokenizerFast(
-                    tokenizer_object=text.tokenizer,
-                    bos_token=END_OF_TEXT,
-                    eos_token=END_OF_TEXT,
-                    model_max_length=model.config.max_position_embeddings,
-                    clean_up_tokenization_spaces=False,
-                ).save_pretrained(target)
+        _write_config(model, target)
+        if source:
+            for name in TOKENIZER_FILES:
+                if (found := Path(source).expanduser() / name).exists():
+                    shutil.copyfile(found, target / name)
+        else:
+            PreTrainedTokenizerFast(
+                tokenizer_object=text.tokenizer,
+                bos_token=END_OF_TEXT,
+                eos_token=END_OF_TEXT,
+                model_max_length=model.config.max_position_embeddings,
+                clean_up_tokenization_spaces=False,
+            ).save_pretrained(target)
     except OSError as error:
-        raise SaveError(
-            f"--export must be able to write the model; {folder!r} has no complete one: {error}"
-        ) from error
+        raise _unwritten(option, folder, error) from error
+
+
+def _unwritten(option: str, folder: str, error: OSError) -> SaveError:
+    return SaveError(
+        f"{option} must be able to write the model; {folder!r} has no complete one: {error}"
+    )
 
 
 def _write_config(model: LlamaForCausalLM, target: Path) -> None:

@@ -39,7 +39,10 @@ def test_a_folder_is_read(folder: Path, num_devices: int) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"lacks config.json and \*.safetensors. Name anoth"):
+    message = (
+        r"or that of a run's --checkpoint; got .*lacks config.json and \*.safetensors. Name an"
+    )
+    with pytest.raises(ModelFolderError, match=message):
         read_config(tmp_path)
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelFolderError, match=r"which lacks \*.safetensors"):

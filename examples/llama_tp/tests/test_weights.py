@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import spmd_core as spmd
+from examples.llama_serving import loading
 from examples.llama_tp import shardings, weights
 from examples.llama_tp.config import SMOKE, TrainConfig
 from examples.llama_tp.model import build_model
@@ -111,6 +112,32 @@ def test_training_goes_on_from_a_folder_on_any_mesh(
     assert again.lm_head.weight is again.model.embed_tokens.weight
     copied = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert copied == (downloaded / "tokenizer.json").read_bytes()
+
+
+def test_the_folder_of_a_runs_checkpoints_is_a_model(
+    downloaded: Path, tmp_path: Path, num_devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    knobs = {"device": "cpu", "checkpoint": str(folder), "steps": 2}
+    run(smoke(downloaded, **knobs, export=str(tmp_path / "out")))
+    right = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        config = loading.read_config(folder)
+        mesh = spmd.parse_mesh(f"tensor={2 if num_devices > 1 else 1}", min(num_devices, 2))
+        model = loading.load_model(folder, config, dtype=dtype, mesh=mesh)  # of the server
+        assert len(loading.read_tokenizer(folder, config)) == 400
+        found = model.state_dict()
+        assert found.keys() == right.keys()
+        assert all(torch.equal(found[name].cpu(), right[name].to(dtype)) for name in right)
+    # A run that starts from there, with the sizes, the tokenizer and the weights.
+    given = {"device": "cpu", "steps": 1, "eval_batches": 0}
+    assert run(smoke(folder, **given)).losses == run(smoke(tmp_path / "out", **given)).losses
+    # Another model.
+    values = json.loads((folder / "config.json").read_text()) | {"hidden_size": 40}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert main(["--smoke", "--device", "cpu", "--weights", str(folder), "--seq", "64"]) == 2
+    message = "another shape: model.model.embed_tokens.weight, [416, 48] for [416, 40]"
+    assert message in capsys.readouterr().err
 
 
 CHILD = """
