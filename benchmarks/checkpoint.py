@@ -10,7 +10,7 @@ machine can do, measured in turns with it in the same run:
    `fsync`.
 3. Steps while a save goes on behind them, against steps without.
 4. Restore in a new process on another mesh, against reading a file of as many bytes: both from the
-   disk, as the system is asked to forget its cache of both.
+   disk, as the system is asked to forget its cache of both, and both into new memory.
 5. Memory of the process beside what it had before, in a save and in a restore, at its peak.
 
 Emulated devices compute on the cores that write, so question 3 has the worst case: a step on an
@@ -171,14 +171,14 @@ def written(path: Path, num_bytes: int) -> float:
 
 
 def read(path: Path) -> float:
-    """How long it takes to read a file from the disk."""
+    """How long it takes to read a file from the disk into memory that the process did not have."""
     forget(path)
-    memory = np.zeros(PIECE_BYTES, np.uint8)
 
     def everything() -> None:
+        memory = np.empty(path.stat().st_size, np.uint8)
         with path.open("rb", buffering=0) as file:
-            while file.readinto(memory.data):
-                pass
+            for start in range(0, len(memory), PIECE_BYTES):
+                file.readinto(memory[start : start + PIECE_BYTES].data)
 
     return timed(everything)
 

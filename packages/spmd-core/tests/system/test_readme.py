@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import fresh
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core.checkpoint import CheckpointManager
+from spmd_core.checkpoint import CheckpointManager, command
 from spmd_core.program import compile_cache
 
 ROOT = Path(__file__).parents[4]
@@ -55,6 +56,27 @@ def test_the_samples_for_several_processes_run_in_one(monkeypatch, tmp_path):
             exec(compile(last, "<sample>", "exec"), scope)
         assert scope["manager"].all_steps() == [0]
     assert scope["mesh"].shape() == {"data": 2, "fsdp": 4} and scope["step"] == 0
+
+
+def test_the_samples_of_checkpoints_run(monkeypatch, tmp_path):
+    """In their order, commands among them; each continues the one before."""
+    if spmd.global_runtime_device_count() != 8:
+        pytest.skip("the samples have eight devices")
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    scope = {"__name__": "__main__"}
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    try:
+        for language, code in re.findall(r"```(python|sh)\n(.*?)```", page, re.S):
+            if language == "python":
+                exec(compile(code, "<sample>", "exec"), scope)
+                continue
+            for line in code.splitlines():
+                program, *arguments = line.removeprefix("python -m ").split()
+                assert program == "spmd_core.checkpoint" and command.main(arguments) == 0, line
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {path.name for path in tmp_path.glob("*.*")} == {"model.safetensors", "run.pt", "old.pt"}
 
 
 @pytest.mark.exhaustive  # as it runs in this process, and other samples as programs
