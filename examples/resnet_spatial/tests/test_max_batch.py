@@ -113,6 +113,7 @@ def test_the_search_of_a_mesh_in_its_process() -> None:
     assert any(peak > 2**24 for peak in points.values())
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_does_not_compile() -> None:
     config = TrainConfig(model="smoke", mesh="data=3", image_size=32)
     with pytest.raises(max_batch.CompileError, match=r"(?s) on data=3: .* 8 images: --batch must"):
