@@ -62,8 +62,14 @@ FAULTS = (
     Fault(
         "spmd_core/ops/optimizer.py",
         "Adam's second bias correction stays that of the first step",
-        "jnp.sqrt(1 - b2**count)",
-        "jnp.sqrt(1 - b2)",
+        "root = jnp.sqrt(second).astype(compute)",
+        "root = jnp.sqrt(1 - b2).astype(compute)",
+    ),
+    Fault(
+        "spmd_core/ops/kernels/bias_correction.py",
+        "on TPUs a step's count is not a factor of the logarithm",
+        "-jnp.expm1(count.astype(np.float32) * log)",
+        "-jnp.expm1(log)",
     ),
     Fault(
         "spmd_core/ops/loss.py",

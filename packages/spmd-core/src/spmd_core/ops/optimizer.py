@@ -2,7 +2,8 @@
 
 The hyperparameters (learning rate, betas, ...) are inputs of the program, so a schedule never
 causes a compile. The corrections that depend on them and on the step are computed in float64, as in
-torch's CPU kernels. The update is computed in the parameter's dtype, or float32 for 16-bit floats.
+torch's CPU kernels, but on TPUs, which have none (`kernels/bias_correction.py`). The update is
+computed in the parameter's dtype, or float32 for 16-bit floats.
 Formulas: Kingma and Ba, 2015 (Adam); Loshchilov and Hutter, 2019 (AdamW); Reddi et al., 2018
 (amsgrad); Duchi et al., 2011 (Adagrad).
 """
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_core.ops.kernels.bias_correction import bias_correction
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.traits import BY_ITEM
 from spmd_core.ops.registry import Context, Number, lowering
@@ -51,6 +53,7 @@ def _flat(rows: Sequence[Sequence[jax.Array]], num_lists: int) -> tuple[jax.Arra
 
 
 def _adam(
+    ctx: Context,
     decoupled: bool,
     params: Any,
     grads: Any,
@@ -85,12 +88,13 @@ def _adam(
         )
         m = m + (1 - b1).astype(compute) * (grad - m)
         v = v * b2.astype(compute) + (1 - b2).astype(compute) * grad * grad
-        count = step.astype(np.float64)
+        first, second = (
+            bias_correction(b, step, compute=compute, platform=ctx.platform) for b in (b1, b2)
+        )
         largest = jnp.maximum(max_exp_avg_sqs[i].astype(compute), v) if amsgrad else v
-        denominator = jnp.sqrt(largest) / jnp.sqrt(1 - b2**count).astype(compute) + _float64(
-            eps
-        ).astype(compute)
-        p = p - (rate / (1 - b1**count)).astype(compute) * (m / denominator)
+        root = jnp.sqrt(second).astype(compute)
+        denominator = jnp.sqrt(largest) / root + _float64(eps).astype(compute)
+        p = p - (rate.astype(first.dtype) / first).astype(compute) * (m / denominator)
         old = [param, given, mean, square, *([max_exp_avg_sqs[i]] if amsgrad else [])]
         rows.append(
             _skip_on_infinity(found_inf, old, [p, unscaled, m, v, *([largest] if amsgrad else [])])
@@ -103,7 +107,7 @@ def _adam(
     "aten._fused_adam.default", "aten._fused_adam.tensor_lr", numbers=_ADAM_NUMBERS, traits=BY_ITEM
 )
 def _fused_adam(ctx: Context, *lists: Any, **options: Any) -> tuple[jax.Array, ...]:
-    return _adam(False, *lists, **options)
+    return _adam(ctx, False, *lists, **options)
 
 
 @lowering(
@@ -113,7 +117,7 @@ def _fused_adam(ctx: Context, *lists: Any, **options: Any) -> tuple[jax.Array, .
     traits=BY_ITEM,
 )
 def _fused_adamw(ctx: Context, *lists: Any, **options: Any) -> tuple[jax.Array, ...]:
-    return _adam(True, *lists, **options)
+    return _adam(ctx, True, *lists, **options)
 
 
 @lowering(
