@@ -1,16 +1,17 @@
 """How fast is one torch_xla program here, under torch_xla itself, and written for torchax?
 
-The program (`systems/torch_xla_program.py`) trains Hugging Face's GPT-2 with its parameters split
-over emulated devices by `mark_sharding`, and records single operations. It runs unchanged here and
-under torch_xla 2.9, whose wheel needs torch 2.9. `systems/torchax_program.py` computes the same
-step by torchax, as a function that jax.jit compiles. Each runs in its own interpreter, in turns;
-losses are compared step by step.
+The program (`systems/torch_xla_program.py`) trains one of three models over emulated devices, by
+`mark_sharding`: Hugging Face's GPT-2 with its parameters split over one axis, and beside it single
+operations; Hugging Face's Llama with its parameters split over two; torchvision's ResNet-18 with
+its images split by batch, rows and columns. It runs unchanged here and under torch_xla 2.9, whose
+wheel needs torch 2.9. `systems/torchax_program.py` computes GPT-2's step by torchax, as a function
+that jax.jit compiles. Each runs in its own interpreter, in turns; losses are compared step by step.
 
 Each system that is at hand is measured, the others are named:
 
     python3.11 -m venv /tmp/others
-    /tmp/others/bin/pip install torch==2.9.1 torch_xla==2.9.0 torchax==0.0.13 jax==0.10.2 optax
-        numpy transformers
+    /tmp/others/bin/pip install torch==2.9.1 torch_xla==2.9.0 torchvision==0.24.1
+        torchax==0.0.13 jax==0.10.2 optax numpy transformers
     python -m benchmarks.other_systems --torch-xla /tmp/others/bin/python
         --torchax /tmp/others/bin/python
 
@@ -19,6 +20,7 @@ Without --torchax, torchax is measured if this Python has it.
 
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +32,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.options import interpreter, num_devices, whole
+from benchmarks.options import interpreter, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 SYSTEMS = Path(__file__).with_name("systems")
@@ -39,6 +41,24 @@ PROGRAMS = {
     OURS: "torch_xla_program.py",
     TORCH_XLA: "torch_xla_program.py",
     TORCHAX: "torchax_program.py",
+}
+# What a recipe trains, its mesh, and the name of its results.
+RECIPES = {
+    "gpt2": (
+        "GPT-2 of 4 layers, width 256, batch 8 x 256, float32, AdamW",
+        {"fsdp": 4},
+        "other_systems",
+    ),
+    "llama": (
+        "Llama of 4 layers, width 256, batch 8 x 256, float32, AdamW",
+        {"fsdp": 4, "tensor": 2},
+        "other_systems_llama",
+    ),
+    "resnet": (
+        "ResNet-18 on 16 images of 64 x 64, float32, SGD with momentum",
+        {"data": 2, "height": 2, "width": 2},
+        "other_systems_resnet",
+    ),
 }
 # Relative; float32 sums in another order. At 1e-3, AdamW's first steps amplify them.
 MOST_DIFFERENCE = 1e-4
@@ -94,7 +114,8 @@ def combined(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in STEP:
         if name in first:
             found[name] = [sample for run in runs for sample in run[name]]
-    found["us"] = {name: [run["us"][name] for run in runs] for name in first["us"]}
+    if "us" in first:
+        found["us"] = {name: [run["us"][name] for run in runs] for name in first["us"]}
     return found
 
 
@@ -103,8 +124,9 @@ def difference(losses: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
 
 
-def table_of(found: Mapping[str, Any], missing: Sequence[str], *, num_devices: int) -> Table:
+def table_of(found: Mapping[str, Any], missing: Sequence[str], *, recipe: str) -> Table:
     """A column for each system."""
+    trained, axes, _ = RECIPES[recipe]
 
     def row(label: str, cells: Sequence[str]) -> list[str]:
         return [label, *cells]
@@ -117,23 +139,32 @@ def table_of(found: Mapping[str, Any], missing: Sequence[str], *, num_devices: i
             for of in found.values()
         ]
         rows.append(row(label, cells))
+    ours = found[OURS]
+    cells = [
+        f"{statistics.median(ours['cpu_s']) / statistics.median(of['cpu_s']):.2f}"
+        for of in found.values()
+    ]
+    rows.append(row("CPU time of a step here, in that of each", cells))
     cells = [f"{statistics.median(of['first_loss_s']):,.1f}" for of in found.values()]
     rows.append(row("model on the CPU to first loss, compiled, s", cells))
-    ours = found[OURS]
     cells = [f"{difference(of['losses'], ours['losses']):.0e}" for of in found.values()]
     rows.append(row("largest difference of losses", cells))
-    for name in ours["us"]:
-        cells = [f"{min(of['us'][name]):,.1f}" for of in found.values()]
-        rows.append(row(f"{name}, us", cells))
-    notes = [
-        f"GPT-2 of 4 layers, width 256, batch 8 x 256, float32, AdamW, over {num_devices} emulated "
-        "devices of this machine; medians. Below, the best time to record one operation of 256 x "
-        f"256 without gradients; {TORCHAX} computes it at once, and its step is recorded once, by "
-        "jax.jit.",
-    ]
+    mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+    notes = [f"{trained}, over emulated devices of this machine as {mesh}; medians."]
+    if "us" in ours:
+        for name in ours["us"]:
+            cells = [f"{min(of['us'][name]):,.1f}" for of in found.values()]
+            rows.append(row(f"{name}, us", cells))
+        notes.append(
+            "Below, the best time to record one operation of 256 x 256 without gradients; "
+            f"{TORCHAX} computes it at once, and its step is recorded once, by jax.jit."
+        )
     if missing:
         notes.append(f"Not at hand: {', '.join(missing)}.")
-    return Table("One program under several systems", ("", *found), rows, notes)
+    title = "One program under several systems"
+    if recipe != "gpt2":
+        title += f": {trained.split()[0]}"
+    return Table(title, ("", *found), rows, notes)
 
 
 def main() -> int:
@@ -145,7 +176,7 @@ def main() -> int:
         "--torchax", type=interpreter, metavar="PYTHON", help="an interpreter that has torchax"
     )
     parser.add_argument(
-        "--devices", type=num_devices(), default=4, help="emulated devices (default: 4)"
+        "--recipe", choices=RECIPES, default="gpt2", help="what is trained (default: gpt2)"
     )
     parser.add_argument("--steps", type=whole(), default=10, help="measured steps (default: 10)")
     parser.add_argument(
@@ -158,25 +189,28 @@ def main() -> int:
         TORCH_XLA: args.torch_xla,
         TORCHAX: args.torchax or (sys.executable if has_torchax else None),
     }
+    if args.recipe != "gpt2":  # the one that is written for torchax
+        del pythons[TORCHAX]
     missing = [name for name, python in pythons.items() if python is None]
     present = {name: python for name, python in pythons.items() if python is not None}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in present}
-    words = ["--steps", str(args.steps)]
+    words = ["--recipe", args.recipe, "--steps", str(args.steps)]
+    _, axes, file = RECIPES[args.recipe]
     with tqdm(total=args.rounds * len(present), unit="run", disable=None) as bar:
         for _ in range(args.rounds):
             for name, python in present.items():
                 bar.set_description(name)
-                runs[name].append(measured(python, PROGRAMS[name], words, args.devices))
+                runs[name].append(measured(python, PROGRAMS[name], words, math.prod(axes.values())))
                 bar.update()
     found = {name: combined(of) for name, of in runs.items()}
     agrees = all(
         difference(of["losses"], found[OURS]["losses"]) <= MOST_DIFFERENCE for of in found.values()
     )
-    table = table_of(found, missing, num_devices=args.devices)
+    table = table_of(found, missing, recipe=args.recipe)
     note = f"{verdict(agrees)}: losses differ by at most {MOST_DIFFERENCE:.0e}."
     table = Table(table.title, table.columns, table.rows, [*table.notes, note])
-    data = {"devices": args.devices, "steps": args.steps, "systems": found}
-    publish("other_systems", table, data, folder=args.out)
+    data = {"axes": axes, "steps": args.steps, "systems": found}
+    publish(file, table, data, folder=args.out)
     return 0 if agrees else 1
 
 

@@ -1,23 +1,27 @@
-"""What the programs of this folder share: sizes, model, tokens, specs, the timing of operations.
-
-The interpreters of other systems run these files by their path. So they import nothing of this
-project, and the folder is no package.
-"""
+"""GPT-2's train step: parameters and batch split over one axis, fsdp."""
 
 import argparse
-import runpy
-import time
-from collections.abc import Callable
-from pathlib import Path
 
+import jobs
 import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-NUM_WARM = 4  # steps: the first makes the optimizer's state, and two or three programs compile
-SETTLE_S = 0.05  # XLA's threads spin for a while after their work
-COUNT, REPEATS = 1000, 10  # of single operations
-OPERATIONS = Path(__file__).parents[1] / "single_operations.py"
+AXES = {"fsdp": 4}
+
+
+def job(args: argparse.Namespace) -> jobs.Job:
+    """Hugging Face's GPT-2 over int64 tokens (batch, seq), by AdamW."""
+    model, tokens = model_and_tokens(args)
+    return jobs.Job(
+        axes=AXES,
+        model=model,
+        batch=(tokens, torch.arange(args.seq)[None]),
+        batch_specs=(("fsdp", None), (None, None)),
+        spec=lambda name, tensor: partition_spec(tuple(tensor.shape), AXES["fsdp"]),
+        loss=lambda model, ids, at: model(input_ids=ids, labels=ids, position_ids=at).loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
 
 
 def model_and_tokens(args: argparse.Namespace) -> tuple[GPT2LMHeadModel, torch.Tensor]:
@@ -47,23 +51,3 @@ def partition_spec(shape: tuple[int, ...], num_devices: int) -> tuple[str | None
         return (None,) * len(shape)
     largest = max(dims, key=lambda d: shape[d])
     return tuple("fsdp" if d == largest else None for d in range(len(shape)))
-
-
-def best_us(make: Callable[..., torch.Tensor]) -> dict[str, float]:
-    """This thread's CPU time of each of `single_operations.py`, in us: the best of the repeats.
-
-    Args:
-        make: a tensor of ones of these sizes on the device.
-    """
-    operations = runpy.run_path(str(OPERATIONS))["OPERATIONS"]
-    found: dict[str, float] = {}
-    for _ in range(REPEATS):
-        for name, of in operations.items():
-            record = of(make)
-            start = time.thread_time()
-            for _ in range(COUNT):
-                record()
-            us = (time.thread_time() - start) / COUNT * 1e6
-            found[name] = min(us, found.get(name, us))
-            del record
-    return found

@@ -16,12 +16,13 @@ from typing import Any
 import step_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    args = step_options.parser(__doc__).parse_args()
+    args = step_options.read(__doc__, ["gpt2"])
 
 import gpt2_step
 import jax
 import numpy as np
 import optax
+import timing
 import torch
 import torch.nn.functional as F
 import torchax
@@ -72,8 +73,8 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
         kwargs_for_jax_jit={"donate_argnums": (0, 2)},
     )
     found: dict[str, Any] = {"losses": [], "wall_s": [], "cpu_s": []}
-    for number in range(gpt2_step.NUM_WARM + args.steps):
-        time.sleep(gpt2_step.SETTLE_S)
+    for number in range(timing.NUM_WARM + args.steps):
+        time.sleep(timing.SETTLE_S)
         wall, cpu = time.perf_counter(), time.process_time()
         loss, weights, state = step(weights, buffers, state, (ids, positions), ids)
         jax.block_until_ready(interop.jax_view((loss, weights, state)))
@@ -81,7 +82,7 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
         found["losses"].append(float(interop.jax_view(loss)))
         if number == 0:
             found["first_loss_s"] = time.perf_counter() - start
-        if number >= gpt2_step.NUM_WARM:
+        if number >= timing.NUM_WARM:
             for name, sample in samples.items():
                 found[name].append(sample)
     return found
@@ -94,7 +95,7 @@ def computed() -> dict[str, float]:
         return interop.torch_view(jax.device_put(np.ones(size, np.float32)))
 
     with torchax.default_env(), torch.no_grad():
-        return gpt2_step.best_us(make)
+        return timing.best_us(make)
 
 
 if __name__ == "__main__":

@@ -4,21 +4,22 @@ The program itself runs here under torch-xla-compat; other systems are scripts t
 """
 
 import argparse
+import importlib
 import json
-import runpy
+import math
 import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import other_systems
-from benchmarks.other_systems import OURS, PROGRAMS, TORCH_XLA, TORCHAX
+from benchmarks.other_systems import OURS, PROGRAMS, RECIPES, TORCH_XLA, TORCHAX
 from benchmarks.single_operations import OPERATIONS
 
-SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "seq": 16, "batch": 4, "steps": 2}
+SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "seq": 16, "batch": 4}
+SMALL_IMAGES = {"image": 64, "batch": 8}
 
 
 def interpreter(folder: Path, code: str) -> str:
@@ -46,22 +47,44 @@ def writing(found: dict[str, Any]) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_program_runs_here_and_its_losses_are_those_of_eager_torch() -> None:
-    words = [word for name, n in SMALL.items() for word in (f"--{name}", str(n))]
-    found = other_systems.measured(sys.executable, PROGRAMS[OURS], words, 2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_program_runs_here_and_its_losses_are_those_of_eager_torch(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SMALL_IMAGES if recipe == "resnet" else SMALL
+    words = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
+    words += ["--recipe", recipe, "--steps", "2"]
+    devices = math.prod(RECIPES[recipe][1].values())
+    found = other_systems.measured(sys.executable, PROGRAMS[OURS], words, devices)
     assert all(len(found[name]) == 2 and min(found[name]) > 0 for name in other_systems.STEP)
-    assert set(found["us"]) == set(OPERATIONS)
-    step = runpy.run_path(str(other_systems.SYSTEMS / "gpt2_step.py"))
-    model, ids = step["model_and_tokens"](argparse.Namespace(**SMALL))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert set(found.get("us", OPERATIONS)) == set(OPERATIONS)
+    monkeypatch.syspath_prepend(other_systems.SYSTEMS)
+    job = importlib.import_module(f"{recipe}_step").job(argparse.Namespace(**sizes))
+    assert job.axes == RECIPES[recipe][1]
+    optimizer = job.optimizer(job.model.parameters())
     losses = []
     for _ in found["losses"]:
-        loss = model(input_ids=ids, labels=ids, position_ids=torch.arange(SMALL["seq"])[None]).loss
+        loss = job.loss(job.model, *job.batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    assert found["losses"] == pytest.approx(losses, rel=1e-5 if recipe != "resnet" else 1e-4)
+
+
+def test_sizes_are_those_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(other_systems.SYSTEMS)
+    options = importlib.import_module("step_options")
+    words = ["--results", "x", "--recipe", "resnet", "--batch", "4"]
+    args = options.read("", ["gpt2", "resnet"], words)
+    assert (args.batch, args.image, args.layers) == (4, 64, None)
+    with pytest.raises(SystemExit):
+        options.read("", ["gpt2", "resnet"], [*words, "--layers", "2"])
+    assert "--layers is no size of resnet, whose sizes are image, batch. Leave it out." in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_program_that_fails(tmp_path: Path) -> None:
@@ -111,6 +134,6 @@ def test_a_system_that_has_no_parts_of_a_step() -> None:
         name: other_systems.combined([of])
         for name, of in ((OURS, figures([3.0])), (TORCHAX, jitted))
     }
-    rows = {row[0]: row[1:] for row in other_systems.table_of(found, [], num_devices=2).rows}
+    rows = {row[0]: row[1:] for row in other_systems.table_of(found, [], recipe="gpt2").rows}
     assert rows["recording it, ms"] == ["10.0", "-"]
     assert rows["largest difference of losses"] == ["0e+00", "0e+00"]
