@@ -84,12 +84,16 @@ def test_flops_of_forward_and_backward_are_torchs(name, planned_flops):
 
 
 @pytest.mark.one_device
-def test_what_is_computed_again_is_counted_apart(num_devices):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_what_is_computed_again_is_counted_apart(is_captured, num_devices):
     model, (x,) = _mlp()
     block = spmd.checkpoint_module(model.to("xla"))
 
+    def compute(x: torch.Tensor) -> None:
+        block(x).square().sum().backward()
+
     def step() -> None:
-        block(x.to("xla")).square().sum().backward()
+        (spmd.compile(compute, capture=True) if is_captured else compute)(x.to("xla"))
         grads = [p.grad for p in block.parameters()]
         spmd.sync()
         del grads

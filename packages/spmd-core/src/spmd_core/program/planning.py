@@ -246,13 +246,14 @@ def _plan(
     order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
     live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
     out_numbers = [_number(s.value, number_of) for s in live]
+    has_lines = source_lines.is_used() if call is None else call.has_lines
     key = compile_cache.Key(
         structure,
         tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         tuple(donated),
         device_ids,
-        _origins(nodes) if source_lines.is_used() and call is None else (),
+        _origins(nodes) if has_lines else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
         config.fold_layers,

@@ -33,11 +33,14 @@ class CapturedCall:
         returned: those that it returns: each run of its program makes new ones.
         reached: those that it reached at its beginning, and the gradients of these.
         apart: its arguments, and the gradients: other tensors in each call.
+        has_lines: whether `config.record_source_lines` was on around it. Its own operations have
+            lines in any case, of which its program does not depend.
     """
 
     returned: Collection[Storage]
     reached: Collection[Storage]
     apart: Collection[Storage]
+    has_lines: bool
 
 
 def take_out(live: Sequence[Storage], leaves: Sequence[Value], call: CapturedCall) -> None:

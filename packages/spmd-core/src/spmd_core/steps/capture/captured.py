@@ -178,13 +178,13 @@ class Captured:
         entered: list[str] = []
         started: list[tuple[CutPlan, Program]] = []
         around = accumulators.entering(tensors, entered)
-        with _lines(), around, host_effects.noted() as effects:
+        with _lines() as asked, around, host_effects.noted() as effects:
             outcome: list[Outcome] = []
 
             def run() -> CapturedCall:
                 args, kwargs = _pytree.tree_unflatten(leaves, tree)
                 outcome.append(_outcome(self._function(*args, **kwargs)))
-                return _call(before, tensors, outcome[0])
+                return _call(before, tensors, outcome[0], has_lines=asked)
 
             self._region(run, lambda plan, program: started.append((plan, program)))
         self.recorded += 1
@@ -356,12 +356,14 @@ def _outcome(returned: Any) -> Outcome:
     return Outcome(tree, [_detached(leaf) for leaf in leaves])
 
 
-def _call(before: Reached, arguments: Sequence[Any], outcome: Outcome) -> CapturedCall:
+def _call(
+    before: Reached, arguments: Sequence[Any], outcome: Outcome, *, has_lines: bool
+) -> CapturedCall:
     """What a cut has to know of a call, between the end of its function and its program."""
     now = [before.tensors[path].grad for path in before.grads]
     grads = _storages([*before.grads.values(), *now])
     reached = _storages(before.tensors.values()) | grads
-    return CapturedCall(_storages(outcome.leaves), reached, grads | _storages(arguments))
+    return CapturedCall(_storages(outcome.leaves), reached, grads | _storages(arguments), has_lines)
 
 
 def _storages(values: Iterable[Any]) -> set[Storage]:
@@ -437,11 +439,14 @@ def _saves_through_hooks() -> bool:
 
 
 @contextmanager
-def _lines() -> Iterator[None]:
-    """Inside, operations note their lines, so that an error can name one."""
+def _lines() -> Iterator[bool]:
+    """Inside, operations note their lines, so that an error can name one.
+
+    Yields whether they did before.
+    """
     before, config.record_source_lines = config.record_source_lines, True
     try:
-        yield
+        yield before
     finally:
         config.record_source_lines = before
 
