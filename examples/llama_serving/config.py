@@ -44,6 +44,12 @@ class ServeConfig:
         "run the steps' programs without recording them",
         action=argparse.BooleanOptionalAction,
     )
+    scan: bool = knob(
+        False,
+        "run the layers as one loop of the program: faster to compile and to start a step; CPUs "
+        "copy each layer's weights in it",
+        action=argparse.BooleanOptionalAction,
+    )
     host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
     port: int = knob(8000, "port to listen at; 0: a free one", most=65535)
     api_key: str = knob(

@@ -162,6 +162,8 @@ def _serve(config: ServeConfig, ending: Ending) -> None:
         start = time.perf_counter()
         _say(f"loading {folder}")
         model = load_model(folder, model_config, dtype=_DTYPES[config.dtype], mesh=mesh)
+        if config.scan:
+            spmd.scan_model(model)
         programs = Programs(
             model, num_slots=config.slots, length=length, mesh=mesh, capture=config.capture
         )

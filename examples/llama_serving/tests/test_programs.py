@@ -60,8 +60,21 @@ def test_tokens_are_those_of_generate(
     check(programs, expected)
 
 
+def test_layers_as_one_loop(
+    folder: Path, expected: Callable[[Sequence[int], int], list[int]]
+) -> None:
+    """Their caches are written in the loop; programs have few inputs, whatever the layers."""
+    before = spmd.metrics.counter("stacks_run_layer_by_layer")
+    check(make_programs(folder, one_by_one=True, scan=True), expected)
+    assert spmd.metrics.counter("stacks_run_layer_by_layer") == before
+    decode = [p for p in spmd.metrics.programs() if p.name.startswith("decode")][-1]
+    # 9 stacks of weights, 2 of caches, 3 weights, the rotation, and 6 of the slots.
+    assert decode.num_leaves == 21
+
+
 @pytest.mark.exhaustive  # test_engine.py has heads that it does not
-def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int) -> None:
+@pytest.mark.parametrize("scan", [False, True])
+def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int, scan: bool) -> None:
     save_tiny_model(tmp_path, kv_heads=8)
     model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
 
@@ -70,7 +83,7 @@ def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int) -> None:
         options |= {"do_sample": False, "max_new_tokens": max_tokens}
         return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 
-    programs = make_programs(tmp_path, one_by_one=True)
+    programs = make_programs(tmp_path, one_by_one=True, scan=scan)
     check(programs, expected)
     # A step has no second cache, not even for a time, and no result but tokens.
     (decode,) = [p for p in spmd.metrics.programs() if p.name.startswith("decode")]

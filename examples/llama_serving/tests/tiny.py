@@ -65,10 +65,15 @@ def tensor_mesh(num_devices: int) -> spmd.Mesh | None:
     return spmd.Mesh(range(num_devices), (num_devices,), ("tensor",)) if num_devices > 1 else None
 
 
-def make_programs(folder: Path, *, one_by_one: bool = False) -> Programs:
-    """Compiled programs; with `one_by_one` those that compute no prompts together."""
+def make_programs(folder: Path, *, one_by_one: bool = False, scan: bool = False) -> Programs:
+    """Compiled programs; with `one_by_one` those that compute no prompts together.
+
+    With `scan` the layers run as one loop.
+    """
     mesh = tensor_mesh(spmd.global_runtime_device_count())
     model = load_model(folder, read_config(folder), dtype=torch.float32, mesh=mesh)
+    if scan:
+        spmd.scan_model(model)
     programs = Programs(model, num_slots=SLOTS, length=LENGTH, mesh=mesh)
     if one_by_one:
         programs.sizes.rows = lambda bucket: (1,)  # type: ignore[method-assign]

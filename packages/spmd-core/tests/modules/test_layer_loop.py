@@ -19,11 +19,13 @@ def test_a_function_of_each_layer():
         layers = [layer.to("xla") for layer in layers]
         weights, seen = [layer.weight for layer in layers], []
 
-        def step(layer, carry, scale, seen=seen):
+        def step(layer, carry, scale, rows, seen=seen):
+            assert not rows
             seen.append(layer)
             return layer(carry) * scale, {"sum": layer.weight.sum(), "nothing": None}
 
-        result, ys = run_layers(layers, step, x.to("xla"), scales.to("xla"))
+        result, ys, states = run_layers(layers, step, x.to("xla"), scales.to("xla"))
+        assert not states
         assert set(seen) == {layers[0]} and ys["nothing"] is None
         assert all(a.weight is b for a, b in zip(layers, weights, strict=True))
         torch.testing.assert_close(result.detach().cpu(), expected.detach())

@@ -136,6 +136,36 @@ def test_generation_and_caches():
     assert torch.equal(actual.cpu(), expected)
 
 
+def test_a_static_cache_is_written_in_a_loop():
+    """It has a counter on the device, too; `generate` makes one in its first step."""
+    right, mine = pair(llama)
+    right.eval(), mine.eval()
+    found = []
+    before = spmd.metrics.counter("stacks_run_layer_by_layer")
+    for model, device in ((right, "cpu"), (mine, "xla")):
+        cache = hf.StaticCache(config=right.config, max_cache_len=9)
+        cache.early_initialization(2, 2, 8, dtype=torch.float32, device=device)
+        torch.manual_seed(1)
+        ids, logits = torch.randint(3, VOCAB, (2, 5)).to(device), []
+        for _ in range(3):
+            with torch.no_grad():
+                logits.append(model(ids, past_key_values=cache, use_cache=True).logits)
+            ids = logits[-1][:, -1:].argmax(-1)
+        parts = [(x.keys, x.values, x.cumulative_length) for x in cache.layers]
+        found.append([t.cpu() for t in (*logits, *sum(parts, ()))])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert spmd.metrics.counter("stacks_run_layer_by_layer") == before
+    ids = torch.randint(3, VOCAB, (2, 5))
+    options = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True}
+    options |= {"use_cache": True, "cache_implementation": "static"}
+    mask = torch.ones_like(ids)
+    expected = right.generate(ids, attention_mask=mask, **options)
+    with pytest.warns(UserWarning, match="past_key_values, a StaticCache, .*differ in more than"):
+        actual = mine.generate(ids.to("xla"), attention_mask=mask.to("xla"), **options)
+    assert torch.equal(actual.cpu(), expected)
+    assert spmd.metrics.counter("stacks_run_layer_by_layer") == before + 1
+
+
 def test_gradient_checkpointing():
     right, mine = pair(llama)
     given = inputs(llama)

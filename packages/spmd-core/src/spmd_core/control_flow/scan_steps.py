@@ -7,6 +7,7 @@ import torch
 
 from spmd_core.control_flow import derivatives
 from spmd_core.control_flow.operands import Tree, active, require_like, results_of
+from spmd_core.graph.stacks import row_sharding
 from spmd_core.graph.values import Spec, Value
 from spmd_core.recording.functions import FunctionRecording
 from spmd_core.sharding.sharding import Sharding
@@ -51,7 +52,7 @@ class Step:
             self.x = [
                 recording.argument(
                     _slice(t._handle.spec),
-                    _slice_sharding(t._handle.sharding),
+                    _slice_sharding(t),
                     requires_grad=t.requires_grad and follows,
                     name="a slice of xs",
                 )
@@ -81,11 +82,9 @@ def _slice(spec: Spec) -> Spec:
     return Spec.contiguous(spec.shape[1:], spec.dtype)
 
 
-def _slice_sharding(sharding: Sharding | None) -> Sharding | None:
-    """The sharding of a slice of a stack."""
-    if sharding is None or len(sharding.dims) < 2:
-        return None
-    return Sharding.of(sharding.mesh, sharding.dims[1:], len(sharding.dims) - 1)
+def _slice_sharding(stack: XLAShardedTensor) -> Sharding | None:
+    sharding = stack._handle.sharding
+    return None if sharding is None else row_sharding(sharding)
 
 
 def record_step(

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops.kernels import stacks
+from spmd_core.ops.kernels.stacks import ROW as ROW
 from spmd_core.ops.kernels.stacks import STACK as STACK
 from spmd_core.ops.kernels.stacks import UNSTACK as UNSTACK
+from spmd_core.ops.kernels.stacks import WITH_ROW as WITH_ROW
+from spmd_core.ops.kernels.traits import BLOCK
 from spmd_core.sharding.sharding import Sharding
 
 
@@ -51,6 +54,24 @@ def unstack_entry(row: Spec, count: int) -> UnstackEntry:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def row_entry(row: Spec, count: int) -> Entry:
+    """The operation that reads a row, of this spec, of a stack at an index that it computes."""
+    return Entry(
+        ROW, lambda ctx, inputs, numbers: [stacks.row(*inputs)], (row.logical,), traits=BLOCK
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def with_row_entry(row: Spec, count: int) -> Entry:
+    """The operation that gives a stack another row, of this spec, at an index that it computes."""
+    return Entry(
+        WITH_ROW,
+        lambda ctx, inputs, numbers: [stacks.with_row(*inputs)],
+        (stacked_spec(row, count),),
+    )
+
+
 def stacked_spec(row: Spec, count: int) -> Spec:
     """The spec of a stack of tensors of this spec."""
     return Spec.contiguous((count, *row.shape), row.dtype)
@@ -59,6 +80,13 @@ def stacked_spec(row: Spec, count: int) -> Spec:
 def stacked_sharding(row: Sharding) -> Sharding:
     """The sharding of a stack whose rows have this one: no device splits the first dim."""
     return Sharding.of(row.mesh, ((), *row.dims), row.ndim + 1)
+
+
+def row_sharding(stack: Sharding) -> Sharding | None:
+    """The sharding of the rows of a stack that has this one."""
+    if len(stack.dims) < 2:
+        return None
+    return Sharding.of(stack.mesh, stack.dims[1:], len(stack.dims) - 1)
 
 
 class Stack:

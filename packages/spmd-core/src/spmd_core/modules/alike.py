@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _MISSING = object()
 
 # For a module, attributes with the error that reading one raises.
 Differences = dict[nn.Module, dict[str, str]]
+# For a module, attributes with what reading one returns.
+Numbers = Mapping[nn.Module, Mapping[str, Any]]
 
 
 def differences(modules: Sequence[nn.Module], unread: Collection[str] = ()) -> Differences:
@@ -72,24 +75,29 @@ def differences(modules: Sequence[nn.Module], unread: Collection[str] = ()) -> D
 
 
 @contextmanager
-def guarded(found: Mapping[nn.Module, Mapping[str, str]]) -> Iterator[None]:
+def guarded(
+    found: Mapping[nn.Module, Mapping[str, str]], numbers: Numbers = MappingProxyType({})
+) -> Iterator[None]:
     """Inside, reading one of these attributes raises WrapError.
 
     Args:
         found: what `differences` returned.
+        numbers: what reading some of them returns instead.
     """
     classes = {module: type(module) for module in found}
     try:
         for module, kind in classes.items():
-            module.__class__ = _guarded_class(kind, found[module])
+            module.__class__ = _guarded_class(kind, found[module], numbers.get(module, {}))
         yield
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
 
 
-def _guarded_class(kind: Any, refused: Mapping[str, str]) -> Any:
+def _guarded_class(kind: Any, refused: Mapping[str, str], numbers: Mapping[str, Any]) -> Any:
     def read(self: nn.Module, name: str) -> Any:
+        if name in numbers:
+            return numbers[name]
         if name in refused:
             raise WrapError(refused[name])
         return kind.__getattribute__(self, name)

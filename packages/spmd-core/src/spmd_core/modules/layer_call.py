@@ -6,7 +6,7 @@ import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,12 +80,29 @@ class LayerCall:
             return (x, *self.args[1:]), self.kwargs
         return self.args, {**self.kwargs, self.name: x}
 
+    def replaced(self, old: Any, new: Any) -> "LayerCall":
+        """The call with another object in place of one that is an argument itself."""
+        args = tuple(new if x is old else x for x in self.args)
+        kwargs = {key: new if x is old else x for key, x in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
+
     @property
     def unknown(self) -> str | None:
         """An argument that the layer may change, such as a cache, in words."""
         return next(
             (f"{where}, a {type(x).__name__}" for where, x in self.others if not _is_plain(x)), None
         )
+
+    @property
+    def cache(self) -> Any:
+        """The one argument that the layer may change; None if there are several, or inside others.
+
+        Call it if there is an `unknown` one.
+        """
+        found = [x for _, x in self.others if not _is_plain(x)]
+        is_one = all(x is found[0] for x in found)
+        own = [x for x in (*self.args, *self.kwargs.values()) if x is found[0]]
+        return found[0] if is_one and len(own) == len(found) else None
 
     def difference(self, later: "LayerCall") -> str | None:
         """Where a later call gets something else, but for `x`."""

@@ -23,9 +23,12 @@ from spmd_core import counters
 from spmd_core.errors import ControlFlowError
 from spmd_core.manual.region import current_region
 from spmd_core.modules import layer_hooks
+from spmd_core.modules.alike import Differences, differences, guarded
+from spmd_core.modules.layer_caches import LayerCaches
 from spmd_core.modules.layer_call import LayerCall, State, state_of
 from spmd_core.modules.layer_loop import run_layers
 from spmd_core.modules.layer_results import LayerResults
+from spmd_core.modules.layer_stacks import rows_of
 
 ATTRIBUTE = "_runs_in_stack"
 """The attribute of a layer that has its stack."""
@@ -107,17 +110,18 @@ class LayerStack:
             return given.run.later(index, layer, call, given.index)
         before = (self._phase, self._next)
         self._phase = _Phase.ENDED
-        if index == 0 and call.unknown is None:
-            result = _Run.start(self, layers, call)
-            self._reach(_Phase.LOOP, 0, len(layers))
-            return result
+        reason = ""
+        if index == 0:
+            try:
+                result = _Run.start(self, layers, call)
+                self._reach(_Phase.LOOP, 0, len(layers))
+                return result
+            except _NoLoopError as error:
+                reason = str(error)
         if before == (_Phase.LOOP, index):
             raise _changed(index, self.path)
         if index == 0:
-            self._warn(
-                f"layer 0 gets {call.unknown}, which it may change, and a loop cannot. Leave it "
-                "out (a cache of a model of Hugging Face: use_cache=False)"
-            )
+            self._warn(reason)
         elif before != (_Phase.ONE_BY_ONE, index):
             self._warn(f"layer {index} was called without layer 0")
         self._reach(_Phase.ONE_BY_ONE, index, len(layers))
@@ -181,6 +185,23 @@ def _changed(index: int, path: str) -> ControlFlowError:
     )
 
 
+class _NoLoopError(Exception):
+    """A layer gets an object that it may change, and that cannot be in a loop; says why."""
+
+
+def _caches_of(layers: Sequence[nn.Module], call: LayerCall, found: Differences) -> LayerCaches:
+    """The parts of an object that the layers get and may change.
+
+    Raises:
+        ControlFlowError: it cannot be in a loop.
+    """
+    if torch.is_grad_enabled():
+        raise ControlFlowError("what it gets has no gradient, so it takes torch.no_grad()")
+    if call.cache is None:
+        raise ControlFlowError("there are several such objects, or it is inside of another one")
+    return LayerCaches(call.cache, layers, found)
+
+
 class _Run:
     """One loop over the layers of a stack.
 
@@ -192,14 +213,38 @@ class _Run:
 
     def __init__(self, stack: LayerStack, call: LayerCall, count: int) -> None:
         self.stack, self._call, self._count, self._outside = stack, call, count, True
+        self._caches: LayerCaches | None = None
 
     @staticmethod
     def start(stack: LayerStack, layers: Sequence[nn.Module], call: LayerCall) -> Any:
         """What the first layer returns, whose call this is.
 
         Its tensors refer to the loop, and the loop to no such tensor: what nobody needs is freed.
+
+        Raises:
+            _NoLoopError: the layer may change an argument, and a loop could not.
         """
-        run, first, seeds = _Run(stack, call, len(layers)), layers[0], torch.get_rng_state()
+        seeds = torch.get_rng_state()
+        if call.unknown is None:
+            return _Run._start(stack, layers, call, seeds)
+        try:
+            if any(map(layer_hooks.any_of, layers)):
+                # They would be called again, one by one.
+                raise ControlFlowError("the layers have forward hooks")
+            return _Run._start(stack, layers, call, seeds)
+        # Whatever it is: an error of the layers' own comes again as they run one by one.
+        except Exception as error:
+            torch.set_rng_state(seeds)
+            raise _NoLoopError(
+                f"layer 0 gets {call.unknown}, which it may change, and a loop cannot: {error}. "
+                "Leave it out (a cache of a model of Hugging Face: use_cache=False)"
+            ) from error
+
+    @staticmethod
+    def _start(
+        stack: LayerStack, layers: Sequence[nn.Module], call: LayerCall, seeds: torch.Tensor
+    ) -> Any:
+        run, first = _Run(stack, call, len(layers)), layers[0]
         run._outside = not (stack.hooks_inside and layer_hooks.any_of(first))
         if run._outside and layer_hooks.change_arguments(first, call.args, call.kwargs):
             run._outside = False
@@ -209,6 +254,7 @@ class _Run:
             torch.set_rng_state(seeds)
             result = run._record(layers)
         stack.hooks_inside = not run._outside
+        run._write(0)
         return result
 
     def _record(self, layers: Sequence[nn.Module]) -> Any:
@@ -216,15 +262,28 @@ class _Run:
         stack, call, outside = self.stack, self._call, self._outside
         results = LayerResults([leaf for _, leaf in call.others])
 
-        def step(layer: nn.Module, x: Any, _: Any) -> tuple[Any, Any]:
-            args, kwargs = call.with_x(x)
+        found = differences(layers, {ATTRIBUTE, *(layer_hooks.TABLES if outside else ())})
+        caches = None if call.unknown is None else _caches_of(layers, call, found)
+
+        def step(layer: nn.Module, x: Any, _: Any, rows: Sequence[torch.Tensor]) -> Any:
+            cache = None if caches is None else caches.in_loop(rows)
+            given = call if cache is None else call.replaced(call.cache, cache.cache)
+            args, kwargs = given.with_x(x)
             with stack.recording(), layer_hooks.without(layer) if outside else nullcontext():
                 returned = layer(*args, **kwargs)
+            if cache is not None:
+                cache.check()
             x, others = results.split(x, returned, layer)
             return x, (x, others)
 
-        unread = {ATTRIBUTE, *(layer_hooks.TABLES if outside else ())}
-        self._x, (each, self._others) = run_layers(layers, step, call.x, unread=unread)
+        self._x, (each, self._others), written = run_layers(
+            layers,
+            step,
+            call.x,
+            states=() if caches is None else caches.states,
+            guard=lambda: guarded(found, {} if caches is None else caches.numbers),
+        )
+        self._caches, self._written = caches, [*map(rows_of, written)]
         leaves, self._tree = pytree.tree_flatten(self._x)
         self._last, self._each = leaves, pytree.tree_leaves(each)
         self._results = results
@@ -240,6 +299,11 @@ class _Run:
                     leaf.__dict__[_GIVEN] = _Given(self, index, i, state_of(leaf))
         x = pytree.tree_unflatten(leaves, self._tree)
         return self._results.one(x, self._others, index)
+
+    def _write(self, index: int) -> None:
+        """Writes what a layer has written to its part of a cache."""
+        if self._caches is not None:
+            self._caches.write(index, self._written)
 
     def later(self, index: int, layer: nn.Module, call: LayerCall, before: int) -> Any:
         """What a later layer returns.
@@ -272,6 +336,7 @@ class _Run:
         args, kwargs = call.args, call.kwargs
         changed = self._outside and layer_hooks.change_arguments(layer, args, kwargs)
         result = self._returned(index)
+        self._write(index)
         changed |= self._outside and layer_hooks.change_result(layer, args, kwargs, result)
         if changed:
             raise ControlFlowError(

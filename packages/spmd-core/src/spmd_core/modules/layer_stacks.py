@@ -1,4 +1,4 @@
-"""`stacked`: one tensor of the parameters of layers, whose gradient goes to each of them.
+"""`stacked`: one tensor of the parameters of layers, whose gradient goes to each; and its rows.
 
 It records `spmd::stack`, and its gradient `spmd::unstack`. What becomes of that, so that no step
 copies a parameter, is decided where a program is planned (`graph.stacks`).
@@ -12,10 +12,19 @@ import torch
 from spmd_core.control_flow.operands import flatten
 from spmd_core.errors import WrapError
 from spmd_core.graph.recorders import lock
-from spmd_core.graph.stacks import stack_entry, stacked_sharding, unstack_entry
+from spmd_core.graph.stacks import (
+    ROW,
+    row_entry,
+    row_sharding,
+    stack_entry,
+    stacked_sharding,
+    unstack_entry,
+    with_row_entry,
+)
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import OpResult, Spec, Value
 from spmd_core.marks.marking import mark_sharding
+from spmd_core.recording.calls import record_own
 from spmd_core.recording.functions import inside
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
@@ -48,6 +57,50 @@ def stacked(tensors: Sequence[torch.Tensor], what: str = "a tensor of layers") -
     if first is not None:
         sharding = stacked_sharding(first)
         mark_sharding(result, sharding.mesh, sharding.partition_spec)
+    return result
+
+
+def rows_of(stack: torch.Tensor) -> tuple[XLAShardedTensor, ...]:
+    """The rows of a stack as tensors of their own, differentiable. Does not wait."""
+    rows: tuple[XLAShardedTensor, ...] = _Unstack.apply(stack)
+    return rows
+
+
+def row_of(stack: XLAShardedTensor, index: XLAShardedTensor) -> XLAShardedTensor:
+    """A row of a stack as a tensor of its own, without a gradient.
+
+    It has the sharding of the stack behind its first dim. Does not wait.
+
+    Args:
+        stack: `(number of rows, ...)`.
+        index: int64 of shape (), on device `xla`, and in range.
+    """
+    shape, sharding = stack._handle.spec.shape, stack._handle.sharding
+    entry = row_entry(Spec.contiguous(shape[1:], stack._handle.spec.dtype), shape[0])
+    row: XLAShardedTensor = record_own(entry, (stack, index))
+    if sharding is not None:
+        row._handle.sharding = row_sharding(sharding)
+    return row
+
+
+def with_row(
+    stack: XLAShardedTensor, index: XLAShardedTensor, row: XLAShardedTensor
+) -> XLAShardedTensor:
+    """A stack with another row, without a gradient; the stack itself where it has that row.
+
+    Args:
+        stack: `(number of rows, ...)`.
+        index: int64 of shape (), on device `xla`, and in range.
+        row: what `row_of` returned for both, with what was written to it since.
+    """
+    handle = stack._handle
+    with lock:
+        new = read(row._handle)
+        if new.entry.name == ROW and new.inputs[0] is read(handle):
+            return stack
+    entry = with_row_entry(new.spec.logical, handle.spec.shape[0])
+    result: XLAShardedTensor = record_own(entry, (stack, index, row))
+    result._handle.sharding = handle.sharding
     return result
 
 

@@ -1,6 +1,7 @@
 """`scan_layers`: layers of one structure, called one after another, as one loop of the program."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.arguments import require_kind
 from spmd_core.control_flow.operands import flatten
-from spmd_core.modules.layer_loop import run_layers
+from spmd_core.errors import ControlFlowError
+from spmd_core.modules.layer_loop import WrittenError, run_layers
 from spmd_core.modules.layer_results import LayerResults
 from spmd_core.modules.layer_stacks import stacked
+from spmd_core.modules.layer_state import LayerState
 
 
 def scan_layers(
@@ -30,7 +33,9 @@ def scan_layers(
     optimizers and checkpoints know nothing of the loop. A mark that a parameter has in all layers
     holds in the loop, for its gradient too; a layer that `fully_shard` was applied to is gathered
     in its own iteration. Random operations, such as dropout, draw other numbers in each layer. A
-    tensor that all layers share stays one. Does not wait for the device.
+    tensor that all layers share stays one. What a layer writes in place to its own part of
+    `per_layer`, such as a cache of keys and values, is written to the tensors there, without a
+    gradient. Does not wait for the device.
 
     Args:
         layers: modules of the same class, such as an `nn.ModuleList`, that differ in the values of
@@ -57,7 +62,8 @@ def scan_layers(
         WrapError: the layers differ in classes, in the names, shapes, dtypes or marks of their
             parameters and buffers, or in an attribute that forward reads.
         ControlFlowError: a layer writes to a buffer, reads a value on the host, or keeps a tensor
-            that it computes.
+            that it computes. Or what it writes in place is a number of `per_layer`, requires a
+            gradient, or shares memory with something else that the layers get.
         ValueError: an argument for each layer has not the number of layers.
 
     Example:
@@ -76,7 +82,7 @@ def scan_layers(
     flatten(x, "the x of scan_layers")
     if not modules:
         return x
-    xs = _stacks(per_layer, len(modules), "per_layer")
+    parts, tree = pytree.tree_flatten(_stacks(per_layer, len(modules), "per_layer"))
 
     def call(layer: nn.Module, x: Any, own: Any) -> Any:
         if isinstance(per_layer, Mapping):
@@ -84,12 +90,58 @@ def scan_layers(
         return layer(x, *args, **kwargs) if per_layer is None else layer(x, own, *args, **kwargs)
 
     result = LayerResults((args, kwargs))
+    written: list[int] = []  # the parts that layers write in place
 
-    def step(layer: nn.Module, x: Any, own: Any) -> tuple[Any, Any]:
-        return result.split(x, call(layer, x, own), layer)
+    def step(layer: nn.Module, x: Any, own: Sequence[Any], rows: Any) -> tuple[Any, Any]:
+        given = [*own]
+        for i, row in zip(written, rows):
+            given[i] = row
+        return result.split(x, call(layer, x, pytree.tree_unflatten(given, tree)), layer)
 
-    x, others = run_layers(modules, step, x, xs)
+    seeds = torch.get_rng_state()
+    while True:
+        xs = [None if p is None or i in written else p.stack for i, p in enumerate(parts)]
+        states = [parts[i].state() for i in written]
+        try:
+            x, others, stacks = run_layers(modules, step, x, xs, states=states)
+            break
+        except WrittenError as error:
+            written += error.numbers
+            torch.set_rng_state(seeds)
+    for state, stack in zip(states, stacks):
+        state.write(stack)
     return result.joined(x, others, len(modules))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor, or one for each layer, of which each layer gets its own.
+
+    Attributes:
+        stack: of shape `(number of layers, ...)`.
+        owners: the tensors whose values it has; none if they are numbers.
+        where: where it was, in errors.
+    """
+
+    stack: Any
+    owners: tuple[torch.Tensor, ...]
+    where: str
+
+    def state(self) -> LayerState:
+        """What layers write to.
+
+        Raises:
+            ControlFlowError: it consists of numbers.
+        """
+        if not self.owners:
+            raise ControlFlowError(
+                "layers write in place to tensors; got a write to the tensor of a number in "
+                f"{self.where}. Give tensors there, or return the new value."
+            )
+        is_one, stack = self.owners[0] is self.stack, self.stack
+        if is_one and torch.is_grad_enabled():
+            stack = stack.clone()  # autograd may save it, and refuses what is written then
+        return LayerState(stack, self.owners, is_one, self.where)
 
 
 def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -110,7 +162,7 @@ def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _stacks(given: Any, count: int, where: str) -> Any:
-    """The arguments for each layer, with a stack in place of each list.
+    """The arguments for each layer, with a `_Part` in place of each tensor and each list.
 
     Args:
         given: tensors, tuples, dicts and lists.
@@ -140,7 +192,7 @@ def _stacks(given: Any, count: int, where: str) -> Any:
                 f"{where} of shape {tuple(given.shape)} and {count} layers. Pass it without "
                 "per_layer if it is the same for all."
             )
-        return given
+        return _Part(given, (given,), where)
     if given is None:
         return None
     raise TypeError(
@@ -151,7 +203,7 @@ def _stacks(given: Any, count: int, where: str) -> Any:
 
 
 def _stacked_items(items: Sequence[Any], where: str) -> Any:
-    """The stacks of structures, one for each layer."""
+    """The parts of structures, one for each layer."""
     trees = [pytree.tree_flatten(item) for item in items]
     leaves, spec = trees[0]
     for index, (others, other_spec) in enumerate(trees):
@@ -174,9 +226,9 @@ def _form(leaf: Any) -> str:
 
 def _stacked_leaves(leaves: Sequence[Any], where: str) -> Any:
     if isinstance(leaves[0], torch.Tensor):
-        return stacked(leaves, where)
+        return _Part(stacked(leaves, where), tuple(leaves), where)
     if isinstance(leaves[0], (bool, int, float)):
-        return torch.tensor(leaves, device="xla")
+        return _Part(torch.tensor(leaves, device="xla"), (), where)
     if leaves[0] is None:
         return None
     raise TypeError(

@@ -36,9 +36,12 @@ def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool 
 
     The model's loop passes on what a layer returns, and else the same arguments to all layers; a
     loop that does otherwise is an error that names what differs. If it ends early, the layers
-    behind have gradients of zeros, and not None. Layers that get an object which
-    they may change, such as a cache of keys and values, run one after another, with a warning; so
-    do layers on the CPU, without one. A deep copy of the model has the loops, a pickle has not.
+    behind have gradients of zeros, and not None. Without gradients, a cache of keys and values that
+    layers write in place is written in the loop: an object with a list `layers`, of which a layer
+    finds its own by its number, such as Hugging Face's `StaticCache` after
+    `early_initialization()`. Layers that get another object which they may change run one after
+    another, with a warning; so do layers on the CPU, without one. A deep copy of the model has the
+    loops, a pickle has not.
 
     Args:
         model: a model, such as one of Hugging Face's. Its list of layers may have others before

@@ -22,6 +22,7 @@ from spmd_core.program.passes.paced_gradients import paced_gradients
 from spmd_core.program.passes.recorded_order import recorded_order
 from spmd_core.program.passes.refined_marks import refined_marks
 from spmd_core.program.passes.replicated_values import replicated_values
+from spmd_core.program.passes.row_writes import row_writes
 from spmd_core.program.passes.stacked_operations import stacked_operations
 from spmd_core.program.target import Target
 
@@ -37,6 +38,8 @@ PASSES: tuple[Pass, ...] = (
     image_layouts,
     attention_layouts,
     lookups,
+    # Writes to rows of stacks in place.
+    row_writes,
     # Communication: what moves between devices.
     batch_sums,
     narrow_gathers,

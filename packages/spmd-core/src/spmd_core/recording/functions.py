@@ -315,6 +315,11 @@ def inside(tensor: XLAShardedTensor) -> XLAShardedTensor:
     return found
 
 
+def closed_over() -> list[XLAShardedTensor]:
+    """The tensors from outside that the function which this thread records has read so far."""
+    return [] if _thread.current is None else [x.tensor for x in _thread.current.captured]
+
+
 def refuse_tangent(tensor: torch.Tensor) -> None:
     """Raises ControlFlowError for a tensor with a tangent of forward-mode autograd."""
     if unpack_dual(tensor).tangent is not None:

@@ -57,11 +57,11 @@ def scan_layers(
     if not modules:
         return input_data
 
-    def step(layer: nn.Module, carry: Any, _: Any) -> tuple[Any, Any]:
+    def step(layer: nn.Module, carry: Any, *_: Any) -> tuple[Any, Any]:
         def call(carry: Any, _: Any) -> tuple[Any, None]:
             return layer(*(carry if isinstance(carry, tuple) else (carry,))), None
 
         return with_checked_carry(call)(carry, None)
 
-    result, _ = run_layers(modules, step, input_data)
+    result, _, _ = run_layers(modules, step, input_data)
     return result
