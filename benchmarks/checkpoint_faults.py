@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 import spmd_core as spmd
 from spmd_core.checkpoint import folder as steps
+from spmd_core.checkpoint import lock
 from spmd_core.errors import CheckpointError
 
 NUM_DEVICES = 8
@@ -118,6 +119,7 @@ def train(folder: str, log: str, rank: int, count: int, port: int, last: int) ->
         for done in manager.all_steps():
             assert manager.restore(state.parts(0), done).state["step"] == done
             state.check(done)
+            print("right", done, file=said)
         print("from", done, file=said)
         for step in range(done + 1, last + 1):
             state.advance()
@@ -153,23 +155,21 @@ def kills(count: int, number: int, seed: int, scratch: Path) -> dict[str, Any]:
             context.Process(target=train, args=(str(folder), str(log), rank, count, port, last))
             for rank, log in enumerate(logs)
         ]
-        begin = time.monotonic()
         for process in every:
             process.start()
         if round_ < number:
             if draw.random() < 0.8:
-                _until_all_say(logs, every)
-                time.sleep(draw.uniform(0, 0.6))
-            else:
-                time.sleep(draw.uniform(0, time.monotonic() - begin + 2))
+                _until_all_have_saved(logs, every)
+                time.sleep(draw.uniform(0, 0.5))
+            else:  # perhaps while it starts, restores, or saves for the first time
+                time.sleep(draw.uniform(0, 5))
             victim, *others = draw.sample(every, count)
             victim.kill()
             for other in others:  # which ends by itself, but for what is killed with its host
                 other.join(draw.uniform(0, 0.2))
                 other.kill()
-            found["in the middle of a save"] += any(
-                steps.whole_steps(folder) and ".orbax-checkpoint-tmp" in path.name
-                for path in (folder.iterdir() if folder.exists() else ())
+            found["in the middle of a save"] += folder.exists() and any(
+                lock.UNFINISHED in path.name for path in folder.iterdir()
             )
         for process in every:
             process.join(_WAIT_S)
@@ -187,6 +187,7 @@ def kills(count: int, number: int, seed: int, scratch: Path) -> dict[str, Any]:
             found["restores"] += step > 0
             if step < promised:
                 raise RuntimeError(f"step {promised} was whole; the run is at {step}")
+        found["steps compared"] += sum(what == "right" for what, _ in lines)
         promised = max([promised, *(int(step) for what, step in lines if what == "whole")])
         there = max(steps.whole_steps(folder), default=0)
         if there < promised:
@@ -194,10 +195,10 @@ def kills(count: int, number: int, seed: int, scratch: Path) -> dict[str, Any]:
     return {"kills": number, "steps": promised, **found}
 
 
-def _until_all_say(logs: list[Path], every: list[Any]) -> None:
-    """Waits until all processes have begun, or one has ended."""
+def _until_all_have_saved(logs: list[Path], every: list[Any]) -> None:
+    """Waits until all processes have saved a step, or one has ended."""
     deadline = time.monotonic() + _WAIT_S
-    while not all(log.exists() and "from" in log.read_text() for log in logs):
+    while not all(log.exists() and log.read_text().count("whole") > 1 for log in logs):
         if time.monotonic() > deadline or any(one.exitcode is not None for one in every):
             return
         time.sleep(0.005)
@@ -333,9 +334,13 @@ def main(args: argparse.Namespace) -> int:
             found = kills(count, args.kills, args.seed, scratch)
             result[name] = found
             rows.append(
-                [name, f"{found['restores']} restores, all right; no step lost; "
-                 f"{found['in the middle of a save']} in the middle of a save"]
-            )  # fmt: skip
+                [
+                    name,
+                    f"{found['steps']} steps saved, none lost; {found['steps compared']} restored "
+                    "and compared, all right; "
+                    f"{found['in the middle of a save']} kills in the middle of a save",
+                ]
+            )
         spmd.simulate(NUM_DEVICES)
         spmd.use_spmd()
         for fault, counted in file_faults(scratch / "files", args.trials, args.seed).items():
