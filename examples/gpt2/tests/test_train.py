@@ -595,11 +595,12 @@ def test_a_longer_run_goes_on_from_a_finished_one(
 def test_the_launch_files_start_and_restart_a_run(name: str) -> None:
     text = (ROOT / "docs" / "launch" / name).read_text().replace("\\\n", " ")
     found = re.search(
-        r"python -m examples\.gpt2\.train((?:\s+-?[-\w=,./]+)+?)\s*(?:\n\s+env:|$)", text
+        r"python -m examples\.gpt2\.train((?:\s+-?[-\w=,./]+)+?)\s*(?:\n\s+env:|\|\|)", text
     )
     assert found is not None
     config = with_defaults(config_from(found[1].split()))
     assert config.resume == "auto" and config.checkpoint and config.save_every
     assert config.deadline <= 120  # the time that both files give a run after SIGTERM
+    assert "75" in text  # the code by which a run asks to be started again
     if name == "jobset.yaml":  # on what the pods share
         assert config.checkpoint.startswith("/runs/") and "mountPath: /runs\n" in text

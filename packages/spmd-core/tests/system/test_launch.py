@@ -157,3 +157,30 @@ time.sleep(60)
     finally:
         process.kill()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_queued"),
+    [(0, 0, False), (75, 0, True), (75, 99, True), (137, 9, True), (137, 10, False), (1, 0, False)],
+)
+def test_the_slurm_file_puts_a_preempted_job_back(tmp_path, code, restarts, is_queued):
+    """With stand-ins for SLURM's commands."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    for name, text in (("srun", f"exit {code}"), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", SCRIPT.parents[1] / "docs" / "launch" / "slurm.sbatch"],
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "17",
+            "SLURM_RESTART_COUNT": str(restarts),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code and not done.stderr
+    assert done.stdout == ("requeue 17\n" if is_queued else "")
