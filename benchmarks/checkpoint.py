@@ -332,6 +332,14 @@ def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def added_s(saved: dict[str, Any]) -> float:
+    """How much longer the steps of one save take than as many without it, in seconds."""
+    alone = statistics.median(saved["alone_s"])
+    return statistics.median(
+        (beside - alone) * count for beside, count in zip(saved["beside_s"], saved["beside_num"])
+    )
+
+
 def draw(figure: Any, cases: dict[str, dict[str, Any]]) -> None:
     """How long a step waits, and how long until all is on the disk, by size."""
     bars = {
@@ -393,6 +401,11 @@ def main(args: argparse.Namespace) -> int:
         f"{WORDS[name]}: " + ", ".join(f"{each[name]:.2f}" for each in found.values()) + "."
         for name in ("again", "again_memory")
     ]
+    notes.append(
+        "What a save adds to the steps behind which it goes on: "
+        + ", ".join(f"{added_s(case['save']):.2f} s" for case in cases.values())
+        + ". Emulated devices and writes share the cores; an accelerator's steps leave them free."
+    )
     notes.append(
         "The first save of a run takes its memory, which all later ones use again: its stall is "
         + ", ".join(f"{case['save']['first_stall_s']:.2f} s" for case in cases.values())

@@ -16,7 +16,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core import counters
-from spmd_core.checkpoint import CheckpointManager, lock, manager, store
+from spmd_core.checkpoint import CheckpointManager, load_checkpoint, lock, manager, store
 from spmd_core.errors import CheckpointError
 
 
@@ -317,13 +317,32 @@ def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):
                 saving.wait()
             patch.undo()
             # Behind the program, where what was begun cannot be removed either.
-            patch.setattr(store.Writer, "wait", refused)
+            patch.setattr(store.Writer, "write", refused)
             patch.setattr(lock, "remove_leftovers", refused)
             saving.save(3, {"t": t})
             with pytest.raises(CheckpointError, match=r"step 3 could not be written .*Read-only"):
                 saving.wait()
         t.zero_()
         assert saving.restore({"t": t}, 1).step == 1 and (t == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EROFS, OSError), (errno.EACCES, PermissionError)]
+)
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch, number, kind):
+    def refused(path, *arguments, **options):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        saving.save(1, {"t": torch.ones(3)})
+    monkeypatch.setattr(lock.os, "open", refused)
+    told = rf"may be made and changed; got {tmp_path}: {os.strerror(number)}\. Name another folder"
+    with pytest.raises(kind, match=told) as caught:
+        CheckpointManager(tmp_path)
+    monkeypatch.undo()
+    assert "to read alone, call load_checkpoint" in str(caught.value)
+    t = torch.zeros(3)
+    assert load_checkpoint(tmp_path, {"t": t}).step == 1 and (t == 1).all()
 
 
 def test_names_that_are_paths(tmp_path):
@@ -473,7 +492,10 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
 
 
 def test_arguments_that_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="local or shared folder; got the address 'gs://b'"):
+    told = (
+        r"local or shared folder, .*; got the address 'gs://b'\. Pass a folder, and copy its steps"
+    )
+    with pytest.raises(CheckpointError, match=told):
         CheckpointManager("gs://b")
     with pytest.raises(ValueError, match="every counts steps, from 1; got 0"):
         CheckpointManager(tmp_path, every=0)

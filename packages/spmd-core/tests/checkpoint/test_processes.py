@@ -8,7 +8,7 @@ import torch
 from checkpoint_runs import make, same
 
 import spmd_core as spmd
-from spmd_core.checkpoint import CheckpointManager
+from spmd_core.checkpoint import CheckpointManager, lock
 
 PROGRAM = """
 import json, sys
@@ -64,3 +64,57 @@ def test_between_one_process_and_two(tmp_path, mesh_1d):
         torch.set_rng_state(random)
         assert run.train(3) == pytest.approx(losses[1], rel=1e-5)
     spmd.sync(wait=True)
+
+
+FAILING = """
+import sys, time
+folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(4)
+spmd.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+spmd.use_spmd()
+import torch
+from spmd_core.checkpoint import CheckpointManager, store
+from spmd_core.errors import CheckpointError
+mesh = spmd.Mesh(range(8), (8,), ("x",))
+t = spmd.mark_sharding(torch.arange(16.0).to("xla"), mesh, ("x",))
+manager = CheckpointManager(folder)
+manager.save(1, {"t": t})
+manager.wait()
+write = store._write_array
+
+async def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+for step, failing in ((2, 1), (3, 0)):
+    if rank == failing:
+        store._write_array = full
+    start = time.monotonic()
+    manager.save(step, {"t": t})
+    store_error = None
+    try:
+        manager.wait()
+    except CheckpointError as error:
+        store_error = str(error)
+    store._write_array = write
+    assert f"step {step} could not be written" in store_error, store_error
+    assert "Earlier steps are as they were: 1. " in store_error, store_error
+    assert "No space left on device" in store_error, store_error
+    told = "got a failure of process"
+    assert (told in store_error) == (rank != failing), store_error
+    assert time.monotonic() - start < 30
+manager.save(4, {"t": t})
+manager.wait()
+assert manager.all_steps() == [1, 4], manager.all_steps()
+t.zero_()
+assert manager.restore({"t": t}).step == 4
+assert torch.equal(t.cpu(), torch.arange(16.0))
+manager.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_in_one_process_is_told_by_all(tmp_path):
+    launched.succeed(2, lambda rank, port: ["-c", FAILING, tmp_path, port, rank])
+    assert not [path for path in tmp_path.iterdir() if lock.UNFINISHED in path.name]

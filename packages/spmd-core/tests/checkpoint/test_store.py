@@ -5,6 +5,7 @@ import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -112,3 +113,56 @@ def test_where_a_write_fails_the_others_are_waited_for():
     with pytest.raises(OSError, match="write 0"):
         asyncio.run(store._all(write(number) for number in range(4)))
     assert ended == [0, 1, 2, 3]
+
+
+MEMORY = """
+import sys, torch
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(8)
+spmd.use_spmd()
+torch.ones(8, device="xla").sum().item()
+
+def run(axes, spec):
+    mesh = spmd.Mesh(range(8), axes, ("x", "y")[: len(axes)])
+    with torch.device("xla"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)))
+    for layer in model:
+        spmd.mark_sharding(layer.weight, mesh, spec)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+def field(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def grown(call):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is from now
+    before = field("VmRSS")
+    call()
+    return (field("VmHWM") - before) / num_bytes
+
+state = run((8,), ("x",))
+state["model"](torch.ones(1, 2048, device="xla")).sum().backward()
+state["optimizer"].step()
+state["optimizer"].zero_grad()
+spmd.sync(wait=True)
+num_bytes = 3 * sum(p.nbytes for p in state["model"].parameters())
+with spmd.CheckpointManager(sys.argv[1]) as manager:
+    print("save", grown(lambda: (manager.save(0, state), manager.wait())))
+    print("again", grown(lambda: (manager.save(1, state), manager.wait())))
+    other = run((4, 2), ("y", "x"))
+    print("restore", grown(lambda: manager.restore(other)) - 1)
+    print("over", grown(lambda: manager.restore(other)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux resets the peak")
+def test_memory_beside_the_process(tmp_path):
+    """Over the bytes of the state, 302 MB: parameters and moments of six layers."""
+    done = fresh.run(["-c", MEMORY, tmp_path], dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
+    assert 0.9 < found["save"] < 1.3, found
+    assert found["again"] < 0.3, found  # into the memory of the first
+    assert found["restore"] < 0.3 and found["over"] < 0.3, found

@@ -11,10 +11,13 @@ From a state to the disk and back, and the file of each step:
             │  staging.py   this process's blocks, copied to host memory; `save` returns
             │  store.py     behind the program: zarr 3 in OCDBT, one database for each process, by
             │               Orbax's AsyncCheckpointer; merged, and renamed to its step, last
+            │  meetings.py  several processes: all go on, or all learn that one has failed
             ▼  retention.py then: which steps go
     folder/<step>/{arrays,state}       lock.py: one run at a time writes here
             │  parts.py     a state beside the saved one: what goes where, all that does not fit
             ▼  restoring.py each device's block by itself, into any sharding; then load_state_dict
+
+    convert.py: a step as a safetensors or a torch file, and the other way round
 
 Buffers: the next step takes over those that are being saved, so they are copied, not protected.
 """

@@ -82,7 +82,9 @@ class CheckpointManager:
     processes must make a manager of the same folder, and make the same calls.
 
     Args:
-        folder: is made if it is missing; a local or a shared one.
+        folder: is made if it is missing; a local or a shared one. Addresses, such as `gs://`, are
+            refused: a store of objects has neither a lock that ends with its process nor a rename.
+            What has a step's name never changes, and can be copied to one and back.
         every: `should_save` is true for multiples of it.
         keep: the number of newest steps that stay when another one is whole; None: all.
         keep_every: steps that are multiples of it stay, too.
@@ -129,8 +131,10 @@ class CheckpointManager:
         require_kind("folder", folder, str, os.PathLike, write="the folder's path")
         if "://" in os.fspath(folder):
             raise CheckpointError(
-                f"checkpoints lie in a local or shared folder; got the address {str(folder)!r}. "
-                "Mount it, and pass the path."
+                "checkpoints are written into a local or shared folder, as a store of objects has "
+                "no lock that ends with its process, and no rename that makes a step whole; got "
+                f"the address {str(folder)!r}. Pass a folder, and copy its steps there: what has "
+                "a step's name never changes."
             )
         if require_int("every", every) < 1:
             raise ValueError(f"every counts steps, from 1; got {every}. Pass for instance 100.")
@@ -147,8 +151,16 @@ class CheckpointManager:
         error: Exception | None = None
         try:
             self._open()
-        except (OSError, CheckpointError) as raised:
+        except CheckpointError as raised:
             error = raised
+        except OSError as raised:
+            error = OSError(
+                raised.errno,
+                "checkpoints are written into a folder that may be made and changed; got "
+                f"{self._folder}: {raised.strerror or raised}. Name another folder, or have its "
+                "owner let this user write there; to read alone, call load_checkpoint",
+            )
+            error.__cause__ = raised
         try:
             raise_together(error)
         except BaseException:
@@ -257,7 +269,13 @@ class CheckpointManager:
             failed = self._unwritten(saving.step, error)
             failed.__cause__ = error
         if together:
-            raise_together(failed)
+            try:
+                raise_together(failed)
+            except BaseException:
+                if processes.is_master():  # nobody writes there any more
+                    with suppress(OSError):  # such as of a folder that became read-only: told
+                        lock.remove_leftovers(self._folder)  # which take the next save's room
+                raise
         elif failed is not None:
             raise failed
 
@@ -270,14 +288,7 @@ class CheckpointManager:
 
     def _write(self, step: int, about: Mapping[str, Any], copies: Mapping[str, Staged]) -> None:
         """In a thread of its own: writes a step; when it is whole, others go."""
-        try:
-            self._writer.start(step, about, copies)
-            self._writer.wait()
-        except BaseException:
-            if processes.is_master():
-                with suppress(OSError):  # such as of a folder that became read-only: told below
-                    lock.remove_leftovers(self._folder)  # which take the next save's room
-            raise
+        self._writer.write(step, about, copies)
         if not processes.is_master():
             return
         files.sync_folder(self._folder)
@@ -452,7 +463,8 @@ def _as_json(path: str, value: dict[str, Any]) -> Any:
 def _close_before_the_end(manager: CheckpointManager) -> None:
     """Has a program that ends without `close` write its last step.
 
-    `atexit` comes too late: when it calls, no thread can start another, which Orbax does.
+    `atexit` comes too late: when it calls, no thread can start another, which Orbax does. Python
+    has no public hook before that: concurrent.futures uses this one, too.
     """
     known = weakref.ref(manager)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from spmd_core import dtypes
 from spmd_core.checkpoint.folder import whole_steps
+from spmd_core.checkpoint.meetings import Meetings
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes
@@ -39,7 +40,7 @@ except ImportError as error:
         f"{error}. Run: pip install 'spmd-core[checkpoint]'"
     ) from error
 
-# What fails behind the program is raised by `Writer.wait`; Orbax would write it to stderr, too.
+# What fails behind the program is raised by `Writer.write`; Orbax would write it to stderr, too.
 logging.getLogger("absl").addFilter(
     lambda record: (
         "in background save thread" not in (said := record.getMessage())
@@ -56,7 +57,7 @@ _FILE_BYTES = 128 << 20
 # What may be encoded and not written yet.
 _IN_FLIGHT_BYTES = 256 << 20
 # So much of an array is read at a time, or one chunk.
-_READ_BYTES = 32 << 20
+_READ_BYTES = 16 << 20
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
@@ -196,6 +197,7 @@ class Writer:
             if processes.process_count() > 1
             else {}
         )
+        self._meetings = Meetings(_prefix(folder))
         multiprocessing_options = options.MultiprocessingOptions(
             # Several managers of one program do not meet each other.
             barrier_sync_key_prefix=_prefix(folder),
@@ -216,10 +218,16 @@ class Writer:
                 ),
             ),
             multiprocessing_options=multiprocessing_options,
+            async_options=options.AsyncOptions(barrier_sync_fn=self._meetings.meet),
         )
 
-    def start(self, step: int, state: Mapping[str, Any], arrays: Mapping[str, Staged]) -> None:
-        """Begins to write a step; waits for the one before."""
+    def write(self, step: int, state: Mapping[str, Any], arrays: Mapping[str, Staged]) -> None:
+        """Writes a step, and waits until it is whole on the disk. In every process.
+
+        Raises:
+            Exception: what failed in this process.
+            CheckpointError: another process failed.
+        """
         tree: dict[str, Any] = {}
         for name, array in arrays.items():  # Orbax joins keys by dots: the same name again
             part, _, rest = name.partition(".")
@@ -227,19 +235,21 @@ class Writer:
                 tree.setdefault(part, {})[rest] = array
             else:
                 tree[part] = array
-        self._checkpointer.save(
-            self._folder / str(step),
-            args=ocp.args.Composite(
-                **{
-                    ARRAYS: ocp.args.PyTreeSave(tree),
-                    STATE: ocp.args.JsonSave({**state, _CHECKSUM: _checksum(state)}),
-                }
-            ),
-        )
-
-    def wait(self) -> None:
-        """Waits for the step that is being written; raises what failed there."""
-        self._checkpointer.wait_until_finished()
+        self._meetings.begin()
+        try:
+            self._checkpointer.save(
+                self._folder / str(step),
+                args=ocp.args.Composite(
+                    **{
+                        ARRAYS: ocp.args.PyTreeSave(tree),
+                        STATE: ocp.args.JsonSave({**state, _CHECKSUM: _checksum(state)}),
+                    }
+                ),
+            )
+            self._checkpointer.wait_until_finished()
+        except BaseException as error:
+            self._meetings.fail(error)
+            raise
 
     def close(self) -> None:
         """Ends the threads."""

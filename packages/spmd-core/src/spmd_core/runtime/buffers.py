@@ -2,6 +2,7 @@
 
 import functools
 import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
+# A block in host memory of this size has pages of its own.
+_OWN_BYTES = 1 << 20
 # The alignment, in bytes, at which a CPU device uses the memory of a numpy array without a copy.
 _ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
@@ -295,6 +298,20 @@ def blocks_of(
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, padded_shape))
         holders.setdefault(bounds, []).append(device)
     return holders
+
+
+def host_block(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor of zeros, whose memory `put` may give to a device of the CPU.
+
+    A large one has memory of its own, which the system gets back as soon as it is freed. (Of that
+    of malloc, blocks that come and go leave half of a state's bytes unused.)
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _OWN_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags), np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
 def put(block: torch.Tensor, holders: Sequence[jax.Device]) -> list[jax.Array]:

@@ -186,9 +186,7 @@ def filled(storage: Storage, read: Callable[[Sequence[Part]], None], *, host_byt
         parts, made = [], []
         for bounds, holders in items[start : start + num]:
             inside = _inside(bounds, spec.shape)
-            is_padded = any(s.stop < b for s, (_, b) in zip(inside, bounds))
-            make = torch.zeros if is_padded else torch.empty  # `read` fills it
-            block = make([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
+            block = buffers.host_block([b - a for a, b in bounds], spec.dtype)
             parts.append((inside, block[tuple(slice(s.stop - s.start) for s in inside)]))
             made.append((block, holders))
         read(parts)
