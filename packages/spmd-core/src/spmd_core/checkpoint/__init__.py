@@ -17,6 +17,7 @@ From a state to the disk and back, and the file of each step:
             │  parts.py     a state beside the saved one: what goes where, all that does not fit
             ▼  restoring.py each device's block by itself, into any sharding; then load_state_dict
 
+    remote.py, remote_writer.py: a folder in a store of objects, without Orbax
     convert.py: a step as a safetensors or a torch file, and the other way round
 
 Buffers: the next step takes over those that are being saved, so they are copied, not protected.

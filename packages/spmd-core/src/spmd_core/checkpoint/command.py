@@ -13,6 +13,7 @@ import torch
 
 from spmd_core.checkpoint import parts
 from spmd_core.checkpoint.folder import listed, whole_steps
+from spmd_core.checkpoint.remote import Folder, folder_at
 from spmd_core.checkpoint.restoring import check_array
 from spmd_core.checkpoint.store import Reader, damaged
 from spmd_core.checkpoint_options import parser
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "convert":
             return _convert(options)
-        folder = Path(options.folder).expanduser().resolve()
+        folder = folder_at(options.folder)
         steps = _chosen(folder, getattr(options, "step", None))
         if options.command == "ls":
             return _list(folder, steps)
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_WRONG
 
 
-def _chosen(folder: Path, step: int | None) -> list[int]:
+def _chosen(folder: Folder, step: int | None) -> list[int]:
     if not folder.is_dir():
         raise CheckpointError(f"checkpoints lie in a folder; there is none at {folder}. Name it.")
     steps = whole_steps(folder)
@@ -69,21 +70,24 @@ def _nodes(reader: Reader) -> Iterator[Mapping[str, Any]]:
         yield found[name]
 
 
-def _list(folder: Path, steps: Sequence[int]) -> int:
+def _list(folder: Folder, steps: Sequence[int]) -> int:
     code = EXIT_RIGHT
     for step in steps:
         path = folder / str(step)
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        size = ""  # a store of objects does not list it
+        if isinstance(path, Path):
+            found = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            size = f"{found:,} bytes"
         try:
             saved = datetime.fromtimestamp(Reader(path).state()["time_s"]).astimezone()
             when = saved.isoformat(sep=" ", timespec="seconds")
         except (CheckpointError, KeyError, TypeError) as error:
             when, code = f"cannot be read: {error}", EXIT_WRONG
-        print(f"{step:>10}  {size:>16,} bytes  {when}")
+        print(f"{step:>10}  {size:>22}  {when}")
     return code
 
 
-def _show(path: Path) -> int:
+def _show(path: Folder) -> int:
     rows = []
     for node in _nodes(Reader(path)):
         size = math.prod(node["shape"]) * getattr(torch, node["dtype"]).itemsize
@@ -96,7 +100,7 @@ def _show(path: Path) -> int:
     return EXIT_RIGHT
 
 
-def _verify(folder: Path, steps: Sequence[int]) -> int:
+def _verify(folder: Folder, steps: Sequence[int]) -> int:
     code = EXIT_RIGHT
     for step in steps:
         reader, count, wrong = Reader(folder / str(step)), 0, []
@@ -121,14 +125,12 @@ def _verify(folder: Path, steps: Sequence[int]) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from spmd_core.checkpoint import convert  # noqa: PLC0415 - imports what writes
 
-    source, target = (
-        Path(each).expanduser().resolve() for each in (options.source, options.target)
-    )
+    source, target = folder_at(options.source), folder_at(options.target)
     ends = convert.SAFETENSORS + convert.TORCH
-    if target.suffix in ends and not target.is_dir():
+    if isinstance(target, Path) and target.suffix in ends and not target.is_dir():
         step = _chosen(source, options.step)[-1]
         convert.to_file(source / str(step), target, part=options.part, progress=_show_progress)
-    elif source.suffix in ends or source.is_dir():
+    elif isinstance(source, Path) and (source.suffix in ends or source.is_dir()):
         jax.config.update("jax_platforms", "cpu")  # leaves accelerators to those who use them
         step = options.step or 0
         convert.from_file(source, target, step, part=options.part, progress=_show_progress)

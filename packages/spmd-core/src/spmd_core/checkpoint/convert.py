@@ -22,6 +22,7 @@ from spmd_core.checkpoint import plain
 from spmd_core.checkpoint.entries import OPTIMIZER
 from spmd_core.checkpoint.manager import CheckpointManager
 from spmd_core.checkpoint.plain import KIND, TENSOR, joined
+from spmd_core.checkpoint.remote import Folder
 from spmd_core.checkpoint.restoring import Node, check_array
 from spmd_core.checkpoint.staging import Views
 from spmd_core.checkpoint.store import Reader
@@ -37,7 +38,7 @@ Progress = Callable[[int, int], object]
 Places = list[tuple[Node, torch.Tensor]]
 
 
-def to_file(step: Path, target: Path, *, part: str | None, progress: Progress) -> None:
+def to_file(step: Folder, target: Path, *, part: str | None, progress: Progress) -> None:
     """Writes a step into a file, which replaces an earlier one when it is whole.
 
     Args:
@@ -75,7 +76,7 @@ def to_file(step: Path, target: Path, *, part: str | None, progress: Progress) -
 
 
 def from_file(
-    source: Path, folder: Path, step: int, *, part: str | None, progress: Progress
+    source: Path, folder: Folder, step: int, *, part: str | None, progress: Progress
 ) -> None:
     """Writes what a file has as a step of a folder of checkpoints.
 
@@ -96,7 +97,7 @@ def from_file(
     state = _read_torch(source) if source.suffix in TORCH else _read_safetensors(source, progress)
     if all(isinstance(value, torch.Tensor) for value in state.values()):
         state = {part or "model": state}
-    with CheckpointManager(folder, async_=False) as manager:
+    with CheckpointManager(str(folder), async_=False) as manager:
         manager._memory = Views()  # nobody changes what is mapped
         manager.save(step, state)
 

@@ -2,33 +2,31 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from spmd_core.checkpoint.remote import WHOLE, Folder
 from spmd_core.errors import CheckpointError
 
 IDENTITY_FILE = "run.json"
-# What Orbax writes into a folder under its final name last of all; such a folder is a whole step.
-_WHOLE = "_CHECKPOINT_METADATA"
 
 
-def whole_steps(folder: Path) -> list[int]:
+def whole_steps(folder: Folder) -> list[int]:
     """The whole steps that are on the disk now, ascending; none without the folder."""
     if not folder.is_dir():
         return []
     return sorted(
         int(path.name)
         for path in folder.iterdir()
-        if path.name.isdecimal() and (path / _WHOLE).is_file()
+        if path.name.isdecimal() and (path / WHOLE).is_file()
     )
 
 
-def listed(folder: Path) -> str:
+def listed(folder: Folder) -> str:
     """The whole steps as a text."""
     return ", ".join(map(str, whole_steps(folder))) or "none"
 
 
-def identity_of(folder: Path) -> dict[str, Any] | None:
+def identity_of(folder: Folder) -> dict[str, Any] | None:
     """What tells a folder's run from others; None if it is nobody's.
 
     Raises:
@@ -49,7 +47,7 @@ def identity_of(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def check_identity(folder: Path, identity: Mapping[str, Any] | None) -> None:
+def check_identity(folder: Folder, identity: Mapping[str, Any] | None) -> None:
     """Raises CheckpointError if a folder is that of a run with another identity."""
     before = None if identity is None else identity_of(folder)
     if identity is None or before is None:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import parts
+from spmd_core.checkpoint.remote import Folder, folder_at
 from spmd_core.checkpoint.restoring import Restoration
 from spmd_core.checkpoint.store import Reader
 from spmd_core.errors import CheckpointError
@@ -80,7 +80,7 @@ def load_checkpoint(
         True
     """
     require_kind("folder", folder, str, os.PathLike, write="the folder's path")
-    path = Path(folder).expanduser().resolve()
+    path = folder_at(folder)
     error: Exception | None = None
     try:
         step = found(path, None if step is None else require_int("step", step))
@@ -96,7 +96,7 @@ def load_checkpoint(
     return Restored(step, restored, restoration.missing, restoration.extra)
 
 
-def found(folder: Path, step: int | None) -> int:
+def found(folder: Folder, step: int | None) -> int:
     """The step that a folder has: this one, or with None the newest.
 
     Raises:
@@ -117,7 +117,7 @@ def found(folder: Path, step: int | None) -> int:
 
 
 def planned(
-    folder: Path,
+    folder: Folder,
     step: int,
     state: Mapping[str, Any],
     *,

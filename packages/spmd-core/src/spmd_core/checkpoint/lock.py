@@ -11,6 +11,8 @@ import shutil
 import socket
 from pathlib import Path
 
+from spmd_core.checkpoint import remote
+from spmd_core.checkpoint.remote import Folder, RemotePath
 from spmd_core.errors import CheckpointError
 
 LOCK_FILE = ".lock"
@@ -63,15 +65,21 @@ def _said(file: int) -> str:
         return "a process that has just started"
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Folder) -> None:
     """Removes steps that dead runs did not finish to write or to remove. Needs the lock."""
+    if isinstance(folder, RemotePath):
+        remote.remove_leftovers(folder)
+        return
     for path in folder.iterdir():
         if path.is_dir() and (UNFINISHED in path.name or path.name.endswith(REMOVED)):
             shutil.rmtree(path)
 
 
-def remove_step(path: Path) -> None:
+def remove_step(path: Folder) -> None:
     """Removes a step: after a kill at any moment, it is whole or a leftover."""
+    if isinstance(path, RemotePath):
+        remote.remove_step(path)
+        return
     target = path.with_name(path.name + REMOVED)
     path.rename(target)
     shutil.rmtree(target)

@@ -21,6 +21,8 @@ from spmd_core.checkpoint import loading, lock, plain
 from spmd_core.checkpoint.entries import packed
 from spmd_core.checkpoint.loading import FORMAT, Restored
 from spmd_core.checkpoint.lock import FolderLock
+from spmd_core.checkpoint.remote import RemoteLock, RemotePath, folder_at
+from spmd_core.checkpoint.remote_writer import RemoteWriter
 from spmd_core.checkpoint.retention import Retention, Written
 from spmd_core.checkpoint.staging import Memory, Staged, staged
 from spmd_core.checkpoint.store import Reader, Writer
@@ -82,9 +84,10 @@ class CheckpointManager:
     processes must make a manager of the same folder, and make the same calls.
 
     Args:
-        folder: is made if it is missing; a local or a shared one. Addresses, such as `gs://`, are
-            refused: a store of objects has neither a lock that ends with its process nor a rename.
-            What has a step's name never changes, and can be copied to one and back.
+        folder: is made if it is missing: a local or a shared one; or an address that begins with
+            `gs://` or `s3://`, by tensorstore. A store of objects has no lock that ends with its
+            process. So there a second run is not refused: it takes the folder over, and the first
+            one's next save fails.
         every: `should_save` is true for multiples of it.
         keep: the number of newest steps that stay when another one is whole; None: all.
         keep_every: steps that are multiples of it stay, too.
@@ -129,24 +132,17 @@ class CheckpointManager:
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         require_kind("folder", folder, str, os.PathLike, write="the folder's path")
-        if "://" in os.fspath(folder):
-            raise CheckpointError(
-                "checkpoints are written into a local or shared folder, as a store of objects has "
-                "no lock that ends with its process, and no rename that makes a step whole; got "
-                f"the address {str(folder)!r}. Pass a folder, and copy its steps there: what has "
-                "a step's name never changes."
-            )
         if require_int("every", every) < 1:
             raise ValueError(f"every counts steps, from 1; got {every}. Pass for instance 100.")
         self._every, self._async = every, async_
         self._retention = Retention(keep, keep_every, keep_for_s, keep_best)
-        self._folder = Path(folder).expanduser().resolve()
+        self._folder = folder_at(folder)
         self._identity = None if identity is None else _as_json("identity", dict(identity))
         self._memory = Memory()
         self._saving: _Saving | None = None
         # By step: what `Retention` asks of those that are whole. Of one thread: that of the save.
         self._known: dict[int, Written] = {}
-        self._lock: FolderLock | None = None
+        self._lock: FolderLock | RemoteLock | None = None
         self._closed = threading.Event()
         error: Exception | None = None
         try:
@@ -166,19 +162,33 @@ class CheckpointManager:
         except BaseException:
             self._release()
             raise
-        self._writer = Writer(self._folder)
+        self._writer: Writer | RemoteWriter
+        if isinstance(self._folder, RemotePath):
+            assert not isinstance(self._lock, FolderLock)
+            self._writer = RemoteWriter(self._folder, self._lock)
+        else:
+            self._writer = Writer(self._folder)
         _close_before_the_end(self)
 
     def _open(self) -> None:
         if not processes.is_master():
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._folder, Path):
+            self._folder.mkdir(parents=True, exist_ok=True)
         steps.check_identity(self._folder, self._identity)
-        self._lock = FolderLock(self._folder)
+        self._lock = (
+            RemoteLock(self._folder)
+            if isinstance(self._folder, RemotePath)
+            else FolderLock(self._folder)
+        )
         lock.remove_leftovers(self._folder)
         path = self._folder / steps.IDENTITY_FILE
         if self._identity is not None and not path.exists():
-            files.write_text(path, json.dumps(self._identity, indent=2))
+            text = json.dumps(self._identity, indent=2)
+            if isinstance(path, RemotePath):
+                path.write_text(text)
+            else:
+                files.write_text(path, text)
 
     # --- Which steps there are --------------------------------------------------------------------
 
@@ -291,7 +301,8 @@ class CheckpointManager:
         self._writer.write(step, about, copies)
         if not processes.is_master():
             return
-        files.sync_folder(self._folder)
+        if isinstance(self._folder, Path):
+            files.sync_folder(self._folder)
         there = [self._written(step) for step in self.all_steps()]
         for step in self._retention.removed(there, time.time()):
             lock.remove_step(self._folder / str(step))

@@ -40,6 +40,8 @@ class Meetings:
             CheckpointError: one of them has failed.
             TimeoutError: one of them did not come.
         """
+        if processes.process_count() == 1:
+            return
         self._num_meetings += 1
         here = f"{self._folder()}/met/{self._num_meetings}"
         client, everyone = _client(), processes.process_count()

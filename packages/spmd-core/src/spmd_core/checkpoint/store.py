@@ -25,6 +25,7 @@ import numpy as np
 from spmd_core import dtypes
 from spmd_core.checkpoint.folder import whole_steps
 from spmd_core.checkpoint.meetings import Meetings
+from spmd_core.checkpoint.remote import CONTEXT, NEEDED, Folder, RemotePath
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes
@@ -35,10 +36,7 @@ try:
     import tensorstore as ts
     from orbax.checkpoint import future, options, type_handlers
 except ImportError as error:
-    raise ImportError(
-        "checkpoints are written with the packages orbax-checkpoint and tensorstore; got "
-        f"{error}. Run: pip install 'spmd-core[checkpoint]'"
-    ) from error
+    raise ImportError(NEEDED.format(error)) from error
 
 # What fails behind the program is raised by `Writer.write`; Orbax would write it to stderr, too.
 logging.getLogger("absl").addFilter(
@@ -95,7 +93,9 @@ class _BlockHandler(type_handlers.TypeHandler):  # type: ignore[misc, unused-ign
     ) -> list[Any]:
         del args
         return [
-            future.CommitFutureAwaitingContractedSignals(_write(values, infos), name="spmd_blocks")
+            future.CommitFutureAwaitingContractedSignals(
+                write_blocks(values, infos), name="spmd_blocks"
+            )
         ]
 
     async def metadata(self, infos: Sequence[Any]) -> Any:
@@ -105,7 +105,13 @@ class _BlockHandler(type_handlers.TypeHandler):  # type: ignore[misc, unused-ign
         raise NotImplementedError("Orbax's own handler of arrays reads")
 
 
-async def _write(values: Sequence[Staged], infos: Sequence[Any]) -> None:
+async def write_blocks(values: Sequence[Staged], infos: Sequence[Any]) -> None:
+    """Writes this process's blocks of arrays into its own database.
+
+    Args:
+        values: the arrays.
+        infos: Orbax's of each: its name, the folder of all, and when that is there.
+    """
     budget = _Budget(_IN_FLIGHT_BYTES)
     await _all(_write_array(value, info, budget) for value, info in zip(values, infos))
 
@@ -148,10 +154,13 @@ async def _write_array(value: Staged, info: Any, budget: _Budget) -> None:
         context=info.ts_context,
     )
 
+    # What lies in memory:// stays there, and the next save would overwrite it.
+    is_done = not _url(folder).startswith("memory://")
+
     async def write(index: tuple[slice, ...], block: np.ndarray) -> None:
         taken = await budget.take(block.nbytes)
         try:
-            await array[index].write(block, can_reference_source_data_indefinitely=True)
+            await array[index].write(block, can_reference_source_data_indefinitely=is_done)
         finally:
             await budget.give(taken)
 
@@ -176,7 +185,7 @@ def _relative(part: Sequence[slice], of: Sequence[slice]) -> tuple[slice, ...]:
 
 
 def _url(folder: Any) -> str:
-    return f"file://{folder.as_posix()}"
+    return folder.url if isinstance(folder, RemotePath) else f"file://{folder.as_posix()}"
 
 
 class Writer:
@@ -197,10 +206,10 @@ class Writer:
             if processes.process_count() > 1
             else {}
         )
-        self._meetings = Meetings(_prefix(folder))
+        self._meetings = Meetings(prefix(folder))
         multiprocessing_options = options.MultiprocessingOptions(
             # Several managers of one program do not meet each other.
-            barrier_sync_key_prefix=_prefix(folder),
+            barrier_sync_key_prefix=prefix(folder),
             **together,
         )
         arrays = ocp.PyTreeCheckpointHandler(
@@ -242,7 +251,7 @@ class Writer:
                 args=ocp.args.Composite(
                     **{
                         ARRAYS: ocp.args.PyTreeSave(tree),
-                        STATE: ocp.args.JsonSave({**state, _CHECKSUM: _checksum(state)}),
+                        STATE: ocp.args.JsonSave(with_checksum(state)),
                     }
                 ),
             )
@@ -256,13 +265,19 @@ class Writer:
         self._checkpointer.close()
 
 
+def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of a state as JSON, whose checksum `Reader.state` compares."""
+    return {**state, _CHECKSUM: _checksum(state)}
+
+
 def _checksum(state: Mapping[str, Any]) -> str:
     """Of a state, before and after it was written as JSON."""
     as_read = json.loads(json.dumps(state))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def _prefix(folder: Path) -> str:
+def prefix(folder: Folder) -> str:
+    """A name for what the processes tell each other of a folder."""
     return f"spmd_{folder}".replace("/", "_")
 
 
@@ -276,13 +291,14 @@ class Reader:
         folder: of the step.
     """
 
-    def __init__(self, step: Path) -> None:
+    def __init__(self, step: Folder) -> None:
         self.folder = step
         self._context = ts.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
                 "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
-            }
+            },
+            CONTEXT,
         )
         self._open: dict[str, Any] = {}
 
@@ -397,7 +413,7 @@ class _Reading:
         step, name: of the array.
     """
 
-    def __init__(self, step: Path, name: str) -> None:
+    def __init__(self, step: Folder, name: str) -> None:
         self._step, self._name = step, name
         self._begun = deque[tuple[Any, int, Callable[[Any], None] | None]]()
         self._bytes = 0
@@ -465,7 +481,7 @@ def _spread(parts: Sequence[Part], index: tuple[slice, ...], block: np.ndarray) 
             into.copy_(dtypes.tensor_view(part))
 
 
-def damaged(step: Path, why: str) -> CheckpointError:
+def damaged(step: Folder, why: str) -> CheckpointError:
     """The error for a step that cannot be read."""
     why, _, _ = why.partition(" [tensorstore_spec=")
     why, _, _ = why.partition(" [source locations=")
