@@ -1,5 +1,6 @@
 """Steps become safetensors and torch files and come back, in the words of those who read them."""
 
+import json
 import os
 
 import fresh
@@ -114,6 +115,14 @@ def test_what_cannot_be_converted(tmp_path, trained, capsys):
     with CheckpointManager(tmp_path / "wide", async_=False) as saving:
         saving.save(0, {"model": {"z": torch.ones(2, dtype=torch.complex128)}})
     assert "got torch.complex128 of 'z'. Convert to a t" in refused(tmp_path / "wide", out)
+
+
+def test_a_dtype_that_torch_lacks_is_refused(tmp_path, capsys):
+    header = json.dumps({"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert convert(path, tmp_path / "runs") == 1
+    assert "dtypes are torch's; got F8_E8M0 of 'w'" in capsys.readouterr().err
 
 
 def _with_step(folder):

@@ -67,3 +67,13 @@ def test_a_copy_has_memory_of_its_own(mesh_1d, num_devices):
         buffers.download(narrow, source.shape),
         (torch.arange(2.0 * num_devices) / 3).bfloat16().float(),
     )
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (700, 800)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_host_blocks_are_zeros_that_can_be_written(shape, dtype):
+    block = buffers.host_block(shape, dtype)
+    assert block.shape == shape and block.dtype == dtype and not block.any()
+    assert block.data_ptr() % 64 == 0 or block.nbytes == 0
+    block.fill_(1)
+    assert block.all()

@@ -153,6 +153,8 @@ UNCHECKED = {
     "spmd_core.parse_mesh": (BY_HAND, "num_devices"),
     "spmd_core.ShardingSpec": (BY_HAND, "minibatch"),
     "spmd_core.save_safetensors": (BY_HAND, "max_shard_bytes"),
+    "spmd_core.on_preemption": (BY_HAND, "deadline_s"),
+    "spmd_core.distributed.stop_on_signals": (BY_HAND, "deadline_s"),
     "spmd_core.debugging.explain_recompile": (BY_HAND, "last"),
     "spmd_core.metrics.count": (BY_HAND, "amount"),
     "spmd_data.ShardedSampler.set_epoch": (BY_HAND, "epoch"),
