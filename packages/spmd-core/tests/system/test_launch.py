@@ -138,6 +138,46 @@ def test_what_is_started_again(tmp_path, ending, count, code):
     assert (done.returncode, len(numbers)) == (code, count)
 
 
+TRAINED = """
+import os, signal, sys
+import torch
+import spmd_core as spmd
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+with spmd.CheckpointManager(FOLDER) as manager:
+    begin = manager.latest() or 0
+    if begin:
+        manager.restore(state)
+    for step in range(begin + 1, 7):
+        loss = model(torch.randn(4, 3)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.save(step, state)
+        print(step, loss.item(), flush=True)
+        if step == DIES:
+            manager.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_losses_of_another(tmp_path, capfd):
+    def program(name, dies):
+        code = TRAINED.replace("FOLDER", repr(str(tmp_path / name)))
+        return code.replace("DIES", str(dies))
+
+    exec(compile(program("undisturbed", 0), "<train>", "exec"), {})
+    expected = [f"[0] {line}" for line in capfd.readouterr().out.splitlines()]
+    done = launched("--processes", "1", "--restarts", "1", code=program("killed", 4))
+    assert done.returncode == 0, done.stderr
+    assert "ended with SIGKILL" in done.stderr and len(expected) == 6
+    assert done.stdout.splitlines() == expected
+
+
 @pytest.mark.parametrize(("ends_with", "code"), [(75, 75), (1, 143), (None, 143)])
 def test_sigterm_is_passed_on_and_restarts_nothing(tmp_path, ends_with, code):
     handler = "signal.SIG_IGN" if ends_with is None else f"lambda *_: sys.exit({ends_with})"
