@@ -336,7 +336,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_write_their_own_blocks(tmp_path, row, group):
     launched.succeed(2, lambda rank, port: ["-c", PROGRAM, tmp_path, port, rank])
     files = {path.name: path.stat().st_size for path in (tmp_path / "4").glob("*.distcp")}

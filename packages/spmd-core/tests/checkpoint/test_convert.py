@@ -166,7 +166,7 @@ def test_the_state_of_an_optimizer_by_names_by_positions_or_by_neither(tmp_path,
             manager.restore({"model": bigger, "optimizer": adam}, 2, strict=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_by_itself(tmp_path):
     torch.save({"w": torch.rand(64, 64)}, tmp_path / "w.pt")
     done = fresh.run(

@@ -143,7 +143,7 @@ with open(f"{folder}/{rank}.json", "w") as file:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_write_there(tmp_path, mesh_1d, monkeypatch):
     launched.succeed(2, lambda rank, port: ["-c", PROGRAM, tmp_path, port, rank])
     monkeypatch.setattr(remote, "SCHEMES", (*remote.SCHEMES, "file://"))
