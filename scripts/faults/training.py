@@ -152,6 +152,18 @@ FAULTS = (
         "            pass",
     ),
     Fault(
+        "spmd_core/checkpoint/remote_writer.py",
+        "a run that lost its folder to another goes on writing there",
+        "            self._lock.check()",
+        "            pass",
+    ),
+    Fault(
+        "spmd_core/checkpoint/store.py",
+        "a chunk that several blocks need goes into the first one alone",
+        "    for inside, into in parts:",
+        "    for inside, into in parts[:1]:",
+    ),
+    Fault(
         "spmd_core/checkpoint/restoring.py",
         "a restore that fails has changed tensors",
         "            if check:",
