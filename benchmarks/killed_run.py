@@ -7,8 +7,8 @@
 
 `scripts/launch.sh --restarts` starts the recipe, which saves every few steps, and a SIGKILL ends
 one of its processes at a random moment: while it starts, in a step, in a save. The table has the
-seconds from each kill until another process named the one that was killed, and until all were
-started again.
+seconds from each kill until another process named the one that was killed, if it did before
+`launch.sh` ended it, and until all were started again.
 """
 
 import argparse
@@ -237,7 +237,7 @@ def main(args: argparse.Namespace) -> int:
     apart = max(abs(a - b) for a, b in zip(losses, expected[-len(losses) :], strict=True))
     table = Table(
         f"GPT-2, killed {len(found)} times",
-        ("process", "after step", "named after", "started again after"),
+        ("process", "after step", "named by another after", "started again after"),
         [
             [
                 f"{kill.process} of {kill.count}",
@@ -248,8 +248,10 @@ def main(args: argparse.Namespace) -> int:
             for kill in found
         ],
         [
+            "launch.sh names the process at once, and ends the others 10 s later; before that, "
+            "those with - had not named it.",
             f"Last loss {losses[-1]!r}; of the undisturbed run {expected[-1]!r}. The last start's "
-            f"{len(losses)} losses are within {apart:.1e} of that run's."
+            f"{len(losses)} losses are within {apart:.1e} of that run's.",
         ],
     )
     result = {"kills": [vars(kill) for kill in found], "last": losses[-1], "apart": apart}
