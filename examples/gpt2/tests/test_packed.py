@@ -163,6 +163,7 @@ if __name__ == "__main__":
                     file.write(json.dumps(rows) + "\\n")
             yield step, batch
             if number == kill_behind:
+                journal._saves.wait()  # the step that is being saved behind the run
                 os.kill(os.getpid(), signal.SIGKILL)
 
     Journal.steps = recorded
