@@ -94,8 +94,9 @@ class Launched:
 
     def _read(self) -> None:
         assert self._popen.stdout is not None
-        for line in self._popen.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
+        with self._popen.stdout as said:
+            for line in said:
+                self.lines.append((time.monotonic(), line.rstrip()))
 
     def processes(self) -> list[int]:
         """Their numbers in the system."""
