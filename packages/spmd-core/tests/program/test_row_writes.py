@@ -135,6 +135,6 @@ def test_an_index_outside_is_found():
     assert found[0].shape == SHAPE
     stack, index = torch.zeros(SHAPE).to("xla"), torch.tensor(1).to("xla")
     row = row_of(stack, index)
-    row[torch.tensor([0, 9]).to("xla") * 1] = 1.0
+    row[torch.tensor([0, 9]).to("xla") * 1] = torch.ones(2, *SHAPE[2:]).to("xla")
     with pytest.raises(IndexError, match="index_put"):
         with_row(stack, index, row).sum().item()

@@ -17,12 +17,16 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from spmd_core import distributed
 from spmd_core.arguments import require_int
 from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
 from torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner
+
+try:
+    from torch.distributed.checkpoint import fsspec_filesystem as files  # type: ignore[attr-defined]
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint import _fsspec_filesystem as files
 
 # What marks a whole step; what PyTorch/XLA wrote into it, a pickle, is not read.
 _MARK = ".manager_metadata"
@@ -196,7 +200,7 @@ class CheckpointManager:
 
     def _writer(self, step: int) -> Any:
         if "://" in self.base_path:
-            return FsspecWriter(f"{self.base_path}/{step}", thread_count=self._num_threads)
+            return files.FsspecWriter(f"{self.base_path}/{step}", thread_count=self._num_threads)
         return dist_cp.FileSystemWriter(f"{self._root}/{step}", thread_count=self._num_threads)
 
     def restore(self, step: int, state_dict: dict[str, Any]) -> None:
@@ -211,7 +215,7 @@ class CheckpointManager:
             "one of these."
         )
         reader = (
-            FsspecReader(f"{self.base_path}/{step}")
+            files.FsspecReader(f"{self.base_path}/{step}")
             if "://" in self.base_path
             else dist_cp.FileSystemReader(f"{self._root}/{step}")
         )
