@@ -12,6 +12,7 @@ import fresh
 import pytest
 import torch
 from checkpoint_runs import make, same
+from tiers import by_tier
 from torch import nn
 
 import spmd_core as spmd
@@ -545,7 +546,7 @@ def test_a_program_that_ends_without_close_has_its_last_step(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_has_whole_steps(tmp_path):
     last = 0
-    for number in range(6):
+    for number in range(by_tier(3, in_all=6)):
         process = fresh.Process(["-c", PROGRAM, tmp_path, 10_000], dict(os.environ))
         said = process.until(lambda said, n=number: len(said.splitlines()) > 3 + 4 * n)
         said, errors = process.end()
