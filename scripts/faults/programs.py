@@ -383,4 +383,17 @@ FAULTS = (
         "return [jnp.where(inside, result, value)]",
         "return [result]",
     ),
+    # ---- writes to rows of stacks ----------------------------------------------------------------
+    Fault(
+        "spmd_core/program/passes/row_writes.py",
+        "a write to a row is merged also where the stack as it was is read",
+        "            and users[stack] == [reader, end]\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/ops/kernels/stacks.py",
+        "values for indices behind a whole dim stay in the order of the row",
+        "    if at == [*range(at[0], at[-1] + 1)]:",
+        "    if False:",
+    ),
 )

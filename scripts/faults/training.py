@@ -245,4 +245,23 @@ FAULTS = (
         "if self._reuses_memory and not all(slot.is_ready for slot in self._slots):",
         "if False:",
     ),
+    # ---- caches of layers, preemption ------------------------------------------------------------
+    Fault(
+        "spmd_core/modules/layer_caches.py",
+        "a cache that a layer replaces in a loop is not refused",
+        "        if tree != tree_before or any(a is not b for a, b in zip(leaves, before)):",
+        "        if False:",
+    ),
+    Fault(
+        "spmd_core/runtime/preemption.py",
+        "a program that is asked to stop exits without a save",
+        "            self._save()\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/checkpoint/store.py",
+        "a step's JSON is read whatever its checksum is",
+        " or found.pop(_CHECKSUM, None) != _checksum(found)",
+        " or found.pop(_CHECKSUM, None) is None",
+    ),
 )
