@@ -199,8 +199,10 @@ class CheckpointManager:
             self._files.rm(path, recursive=True)
 
     def _writer(self, step: int) -> Any:
-        if "://" in self.base_path:
-            return files.FsspecWriter(f"{self.base_path}/{step}", thread_count=self._num_threads)
+        if "://" in self.base_path:  # streams, which have nothing to fsync
+            return files.FsspecWriter(
+                f"{self.base_path}/{step}", thread_count=self._num_threads, sync_files=False
+            )
         return dist_cp.FileSystemWriter(f"{self._root}/{step}", thread_count=self._num_threads)
 
     def restore(self, step: int, state_dict: dict[str, Any]) -> None:
