@@ -24,9 +24,9 @@ from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_
 from torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner
 
 try:
-    from torch.distributed.checkpoint import fsspec_filesystem as files  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import fsspec_filesystem as fs  # type: ignore[attr-defined]
 except ImportError:  # before torch 2.15
-    from torch.distributed.checkpoint import _fsspec_filesystem as files
+    from torch.distributed.checkpoint import _fsspec_filesystem as fs
 
 # What marks a whole step; what PyTorch/XLA wrote into it, a pickle, is not read.
 _MARK = ".manager_metadata"
@@ -200,7 +200,7 @@ class CheckpointManager:
 
     def _writer(self, step: int) -> Any:
         if "://" in self.base_path:  # streams, which have nothing to fsync
-            return files.FsspecWriter(
+            return fs.FsspecWriter(
                 f"{self.base_path}/{step}", thread_count=self._num_threads, sync_files=False
             )
         return dist_cp.FileSystemWriter(f"{self._root}/{step}", thread_count=self._num_threads)
@@ -217,7 +217,7 @@ class CheckpointManager:
             "one of these."
         )
         reader = (
-            files.FsspecReader(f"{self.base_path}/{step}")
+            fs.FsspecReader(f"{self.base_path}/{step}")
             if "://" in self.base_path
             else dist_cp.FileSystemReader(f"{self._root}/{step}")
         )
