@@ -1,4 +1,4 @@
-"""Tests FSDPv2, wrap policies, gradient checkpointing, and the refusal of FSDPv1."""
+"""Tests FSDPv2, wrap policies, gradient checkpointing, and FSDPv1 in SPMD mode."""
 
 import copy
 import functools
@@ -157,16 +157,48 @@ def test_policies_are_the_same_at_both_paths():
     assert fsdp.checkpoint_module is checkpoint_module
 
 
-def test_the_first_fsdp_refuses():
+def test_the_first_fsdp_is_fully_shard():
+    reference = Net()
+    x = torch.randn(16, 128)
+    right, gradients = on_host(copy.deepcopy(reference), x)
+    net = fsdp.XlaFullyShardedDataParallel(
+        reference, auto_wrap_policy=policy, flatten_parameters=False, disable_reshard_on_root=True
+    )
+    assert isinstance(net.fc1, fsdp.XlaFullyShardedDataParallel)
+    assert net.fc1.weight.partition_spec == (None, "fsdp")
+    loss = net(x.to("xla")).square().sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(right, rel=1e-5)
+    for parameter, gradient in zip(net.parameters(), gradients):
+        torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=1e-3, atol=1e-3)
+    norm = net.clip_grad_norm_(1.0)
+    assert norm.item() == pytest.approx(torch.stack([g.norm() for g in gradients]).norm().item())
+
+
+def test_the_first_fsdp_computes_in_other_dtypes():
+    net = nn.BatchNorm1d(16)
+    net = fsdp.XlaFullyShardedDataParallel(
+        net, False, compute_dtype=torch.bfloat16, fp32_reduce_scatter=True
+    )
+    assert net.running_mean.dtype == torch.bfloat16 and net.weight.dtype == torch.float32
+    output = net(torch.randn(16, 16, device="xla"))
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16 and net.weight.grad.dtype == torch.float32
+
+
+def test_the_first_fsdp_refuses_parts_of_a_replica():
     with pytest.raises(
         NotImplementedError,
-        match=r"XlaFullyShardedDataParallel shards one process's replica.*"
-        r"SpmdFullyShardedDataParallel",
+        match=r"XlaFullyShardedDataParallel\(sharding_groups=\.\.\.\) shards one process's.*"
+        r"mark_sharding\(parameter, mesh, \(\)\)",
     ):
-        fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2))
+        fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2), sharding_groups=[[0]])
+    with pytest.raises(TypeError, match=r"has no argument 'compute'; got 1\. Leave it out"):
+        fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2), compute=1)
+    with pytest.raises(NotImplementedError, match=r"get_shard_metadata shards.*Save state_dict"):
+        fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2)).get_shard_metadata()
     with pytest.raises(
-        NotImplementedError,
-        match=r"consolidate_sharded_model_checkpoints shards one process's replica.*state_dict",
+        NotImplementedError, match=r"consolidate_sharded_model_checkpoints joins.*state_dict"
     ):
         fsdp.consolidate_sharded_model_checkpoints("prefix")
 

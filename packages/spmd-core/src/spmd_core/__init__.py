@@ -34,6 +34,7 @@ from spmd_core.marks.marking import clear_sharding, constrain, mark_sharding, sh
 from spmd_core.marks.module_rules import shard_module
 from spmd_core.marks.process_data import from_process_local
 from spmd_core.modules import torch_data_parallel as _torch_data_parallel
+from spmd_core.modules import torch_dtensor as _torch_dtensor
 from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
 from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.context_parallel import context_parallel
@@ -79,6 +80,7 @@ if typing.TYPE_CHECKING:
 
 releases.warn_if_untested()
 _torch_data_parallel.install()
+_torch_dtensor.install()
 _dynamo.install()
 _torch_functions.install()
 

@@ -275,16 +275,6 @@ REFUSED = {
     "DDP": (lambda m: DDP(m), "mark_sharding(x, mesh, ('data',))"),
     "replicate": (lambda m: replicate(m), "mark_sharding(x, mesh, ('data',))"),
     "replicate with fsdp": (lambda m: replicate_with_fsdp(m), "Use the model as it is"),
-    "FSDP": (lambda m: FSDP(m), "Write spmd.fully_shard(module, mesh) with mesh"),
-    "hybrid": (
-        lambda m: FSDP(m, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "spmd.fully_shard(module, mesh, extra_data_axis='data') with mesh = "
-        "spmd.Mesh(range(n), (replicas, shards), ('data', 'fsdp'))",
-    ),
-    "gradients": (
-        lambda m: FSDP(m, None, ShardingStrategy.SHARD_GRAD_OP),
-        "reshard_after_forward=False",
-    ),
     "no shards": (
         lambda m: FSDP(m, sharding_strategy=ShardingStrategy.NO_SHARD),
         "Use the model as it is",

@@ -32,7 +32,6 @@ _INSTEAD = {
     "torch_xla.debug.graph_saver": "Set XLA_SAVE_TENSORS_FILE.",
     "torch_xla.distributed.fsdp.state_dict_utils": _FSDP,
     "torch_xla.distributed.fsdp.xla_flatten_params_wrapper": _FSDP,
-    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": _FSDP,
     "torch_xla.distributed.fsdp.consolidate_sharded_ckpts": "Save state_dict(): it is whole.",
     "torch_xla.distributed.data_parallel": "Use spmd_data.MpDeviceLoader and a mesh.",
     "torch_xla.experimental.custom_kernel": _KERNELS,

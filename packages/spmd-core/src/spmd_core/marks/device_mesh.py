@@ -213,7 +213,7 @@ def _refuse(what: str) -> NoReturn:
         "a mesh of device type 'xla' has no process groups, as the partitioner moves the data "
         f"between its devices; got {what}. Use the functions for whole tensors: "
         "spmd.dtensor.distribute_tensor or mark_sharding in place of DTensor, "
-        "spmd.fully_shard in place of FSDP1, spmd.context_parallel in place of torch's, "
+        "spmd.context_parallel in place of torch's, "
         "spmd.shard_map for collectives of your own."
     )
 

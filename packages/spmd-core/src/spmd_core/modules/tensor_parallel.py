@@ -12,6 +12,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -22,9 +23,11 @@ from torch import nn
 from spmd_core.arguments import checked, require_kind
 from spmd_core.errors import MeshError
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
+from spmd_core.modules.head_counts import restore_head_counts
 from spmd_core.modules.parallel_styles import Axis, apply_style, check_style, style_classes
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.torch_backend.after_import import after_import
+from spmd_core.torch_backend.function_bodies import replace_body
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -48,7 +51,8 @@ def parallelize_module(
     `RowwiseParallel`, `SequenceParallel`, `PrepareModuleInput`, `PrepareModuleOutput`,
     `PrepareModuleInputOutput`, with their arguments and layouts, `Shard(dim)` and `Replicate()`;
     or a `ParallelStyle` of your own. Modules keep their whole sizes: `view(batch, sequence, heads,
-    head_dim)` takes the number of all heads. `use_local_output` has no effect, as no tensor is
+    head_dim)` takes the number of all heads; counts that were divided by hand are set back, with a
+    warning (`modules/head_counts.py`). `use_local_output` has no effect, as no tensor is
     local to a device. A plan moves the same data between devices as in torch: for a pair of
     `ColwiseParallel` and `RowwiseParallel` one all-reduce in forward and one in backward. A
     module's input that is gathered from shards, as with `SequenceParallel` before it, is kept in
@@ -123,6 +127,7 @@ def parallelize_module(
     for modules, style in found:
         for each in modules:
             apply_style(style, each, over)
+    restore_head_counts(module, over.mesh, over.axes, depth=3)  # `checked` wraps this function
     return module
 
 
@@ -212,4 +217,33 @@ def _taken_over(torch_apply: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     return apply
 
 
+# Whether torch's `parallelize_module` is running, which calls itself for the modules inside.
+# Guarded by: the context. Cleared by: the end of the outermost call.
+_is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)
+
+
+def _restoring(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """torch's `parallelize_module`, and head counts that the program divided before it."""
+
+    def parallelize(*args: Any, **kwargs: Any) -> nn.Module:
+        if _is_nested.get():
+            return original(*args, **kwargs)
+        token = _is_nested.set(True)
+        try:
+            module = original(*args, **kwargs)
+        finally:
+            _is_nested.reset(token)
+        mesh = args[1] if len(args) > 1 else kwargs.get("device_mesh")
+        if isinstance(mesh, DeviceMesh) and mesh.device_type == "xla" and mesh.ndim == 1:
+            over = from_device_mesh(mesh)
+            restore_head_counts(module, over.mesh, over.axes[0], depth=3)
+        return module
+
+    return parallelize
+
+
 after_import("torch.distributed.tensor.parallel.style", _take_over_styles)
+after_import(
+    "torch.distributed.tensor.parallel.api",
+    lambda module: replace_body(module.parallelize_module, _restoring),
+)

@@ -1,7 +1,8 @@
-"""torch's data parallelism for modules of device `xla`: `fully_shard` works, wrappers are refused.
+"""torch's data parallelism for modules of device `xla`: FSDP works, other wrappers are refused.
 
-For such a module, torch's `fully_shard` calls this project's. Classes that run one replica in each
-process (DDP, FSDP1, pipeline stages, ZeRO) have no meaning in one program over all devices; their
+For such a module, torch's `fully_shard` and `FullyShardedDataParallel` (`torch_fsdp.py`) call this
+project's function. Classes that run one replica in each
+process (DDP, pipeline stages, ZeRO) have no meaning in one program over all devices; their
 constructors raise an error that says what to write instead. Programs import torch's names early, so
 the replacement is made inside the named objects: the function in a decorator's closure, a class's
 `__init__`.
@@ -21,6 +22,7 @@ from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, UnsupportedOpError, WrapError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
 from spmd_core.marks.marking import mark_sharding
+from spmd_core.modules import torch_fsdp
 from spmd_core.modules.fully_shard import fully_shard
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, get_global_mesh
@@ -32,14 +34,6 @@ _AS_IT_IS = (
     "Use the model as it is, and split the batch: spmd.mark_sharding(x, mesh, ('data',)); "
     "gradients are then those of the whole batch."
 )
-_FULLY_SHARD = {
-    "FULL_SHARD": "spmd.fully_shard(module, mesh)",
-    "SHARD_GRAD_OP": "spmd.fully_shard(module, mesh, reshard_after_forward=False)",
-    "HYBRID_SHARD": "spmd.fully_shard(module, mesh, extra_data_axis='data')",
-    "_HYBRID_SHARD_ZERO2": (
-        "spmd.fully_shard(module, mesh, extra_data_axis='data', reshard_after_forward=False)"
-    ),
-}
 
 
 def _is_for_xla(modules: Any, mesh: Any = None) -> bool:
@@ -214,18 +208,11 @@ def _refuse_ddp(*args: Any, **kwargs: Any) -> NoReturn:
     _refuse_wrapper("DistributedDataParallel", "there are no replicas in processes", _AS_IT_IS)
 
 
-def _refuse_fsdp(*args: Any, **kwargs: Any) -> NoReturn:
-    given = kwargs.get("sharding_strategy", args[2] if len(args) > 2 else None)
-    strategy = getattr(given, "name", "FULL_SHARD")
-    if strategy not in _FULLY_SHARD:
-        _refuse_wrapper("FullyShardedDataParallel", "NO_SHARD shards nothing", _AS_IT_IS)
-    shape = "(replicas, shards), ('data', 'fsdp')" if "HYBRID" in strategy else "(n,), ('fsdp',)"
-    _refuse_wrapper(
-        f"FullyShardedDataParallel({strategy})",
-        "parameters are split by marks",
-        f"Write {_FULLY_SHARD[strategy]} with mesh = spmd.Mesh(range(n), {shape}); "
-        "call it for each block first, in place of an auto_wrap_policy.",
-    )
+def _make_fsdp(**given: Any) -> nn.Module:
+    strategy = getattr(given.get("sharding_strategy"), "name", "FULL_SHARD")
+    if strategy == "NO_SHARD":
+        _refuse_wrapper("FullyShardedDataParallel(NO_SHARD)", "it shards nothing", _AS_IT_IS)
+    return torch_fsdp.construct(_default_mesh, _replicate, **given)
 
 
 def _refuse_stage(*args: Any, **kwargs: Any) -> NoReturn:
@@ -312,7 +299,7 @@ def install() -> None:
         )
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda m: _guard(m.FullyShardedDataParallel, _refuse_fsdp, _first_is_for_xla),
+        lambda m: torch_fsdp.install(m, _first_is_for_xla, _make_fsdp),
     )
     after_import(
         "torch.distributed.pipelining.stage",

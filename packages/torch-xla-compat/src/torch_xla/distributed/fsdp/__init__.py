@@ -1,12 +1,9 @@
-"""Helpers for FSDP: wrap policies and gradient checkpointing.
+"""FSDP by its first name, wrap policies and gradient checkpointing.
 
-FSDP itself is in `torch_xla.experimental.spmd_fully_sharded_data_parallel`. The older FSDP over
-several processes is not available.
+FSDP by a mesh is in `torch_xla.experimental.spmd_fully_sharded_data_parallel`.
 """
 
-from typing import Any
-
-from torch_xla._upstream import refuse, refused
+from torch_xla._upstream import refused
 from torch_xla.distributed.fsdp.utils import checkpoint_module as checkpoint_module
 from torch_xla.distributed.fsdp.wrap import always_wrap_policy as always_wrap_policy
 from torch_xla.distributed.fsdp.wrap import lambda_auto_wrap_policy as lambda_auto_wrap_policy
@@ -17,22 +14,12 @@ from torch_xla.distributed.fsdp.wrap import (
 from torch_xla.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy as transformer_auto_wrap_policy,
 )
-
-_REASON = "shards one process's replica, and SPMD has one process with all devices"
-_INSTEAD = (
-    "Use torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel."
+from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import (
+    XlaFullyShardedDataParallel as XlaFullyShardedDataParallel,
 )
-
-
-class XlaFullyShardedDataParallel:
-    """Not available: the name can be imported; the constructor raises NotImplementedError."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse("XlaFullyShardedDataParallel", _REASON, _INSTEAD)
-
 
 consolidate_sharded_model_checkpoints = refused(
     "consolidate_sharded_model_checkpoints",
-    _REASON,
+    "joins the files of processes that each saved a part, and state_dict() is whole",
     "Save state_dict() of the SPMD model: it is whole.",
 )

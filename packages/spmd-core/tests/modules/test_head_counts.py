@@ -1,0 +1,99 @@
+"""The lines of torch's tutorial that divide head counts, before and after a plan."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import spmd_core as spmd
+
+PLAN = {
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": ColwiseParallel(),
+    "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(),
+}
+
+
+class Attention(nn.Module):
+    """As in torch's example of Llama: queries share keys, `head_dim` is of the whole model."""
+
+    def __init__(self, width, n_heads, n_kv_heads):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, width // n_heads
+        self.n_rep = n_heads // n_kv_heads
+        self.wq = nn.Linear(width, width, bias=False)
+        self.wk, self.wv = (
+            nn.Linear(width, n_kv_heads * self.head_dim, bias=False) for _ in range(2)
+        )
+        self.wo = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim)
+        k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim)
+        v = self.wv(x).view(batch, length, self.n_kv_heads, -1)
+        k, v = (t.repeat_interleave(self.n_rep, 2) for t in (k, v))
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.wo(out.transpose(1, 2).contiguous().view(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, width=64, n_heads=16, n_kv_heads=8):
+        super().__init__()
+        self.attention = Attention(width, n_heads, n_kv_heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+
+
+def divide(attention, size):
+    """The tutorial's lines."""
+    attention.n_heads = attention.n_heads // size
+    attention.n_kv_heads = attention.n_kv_heads // size
+
+
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_the_tutorials_lines_run(num_devices, ours, kv_heads):
+    torch.manual_seed(0)
+    model, x = Block(n_kv_heads=kv_heads), torch.randn(2, 8, 64)
+    expected = model(x)
+    tp_mesh = init_device_mesh("xla", (num_devices,))
+    divide(model.attention, tp_mesh.size())
+    parallelize = spmd.dtensor.parallelize_module if ours else parallelize_module
+    if num_devices == 1:
+        parallelize(model, tp_mesh, PLAN)
+    else:
+        with pytest.warns(UserWarning, match=r"attention\.n_heads from 2 to 16, .*Remove") as seen:
+            parallelize(model, tp_mesh, PLAN)
+        assert len(seen) == 1 and seen[0].filename == __file__
+    assert (model.attention.n_heads, model.attention.n_kv_heads) == (16, kv_heads)
+    torch.testing.assert_close(model(x.to("xla")).cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_counts_and_other_modules_are_left_alone(num_devices):
+    model = nn.ModuleDict({"block": block(), "mlp": nn.Linear(64, 64)})
+    model.mlp.num_heads = model.mlp.head_dim = 1
+    plan = {f"block.{name}": style for name, style in PLAN.items()}
+    parallelize_module(model, init_device_mesh("xla", (num_devices,)), plan)  # warns of nothing
+    assert (model.block.attention.n_heads, model.mlp.num_heads) == (16, 1)
+
+
+def test_counts_that_are_divided_later_fail_in_the_view_with_the_cure(num_devices):
+    if num_devices == 1:
+        return  # there is nothing to divide by
+    model, mesh = block(), init_device_mesh("xla", (num_devices,))
+    parallelize_module(model, mesh, PLAN)
+    divide(model.attention, mesh.size())
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+        model(torch.randn(2, 8, 64).to("xla"))
+    advice = f"has {num_devices} times the elements of that view: do not divide its sizes, such as"
+    assert advice in caught.value.__notes__[0]
