@@ -216,7 +216,10 @@ def _register_comm_hook(self: nn.Module, state: object, hook: Any) -> NoReturn:
     )
 
 
-_METHODS: dict[str, Callable[..., Any]] = {"clip_grad_norm_": _clip_grad_norm_, "register_comm_hook": _register_comm_hook}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "clip_grad_norm_": _clip_grad_norm_,
+    "register_comm_hook": _register_comm_hook,
+}
 
 
 # --- Functions of the class -----------------------------------------------------------------------
