@@ -36,10 +36,11 @@ What is marked is told by names (`manual.by_rules`), or by the recipes in `examp
 one. Dropout is off everywhere, so that losses can be compared.
 """
 
-from benchmarks.auto_models import gpt2, llama, mixer, resnet
+from benchmarks.auto_models import gpt2, llama, mixer, mixtral, resnet, t5, two_tower, vit
 from benchmarks.auto_models.manual import AXES, mesh_of
 from benchmarks.auto_models.model import Model
 
-MODELS: dict[str, Model] = {x.MODEL.name: x.MODEL for x in (gpt2, llama, resnet, mixer)}
+FAMILIES = (gpt2, llama, resnet, vit, t5, mixtral, two_tower, mixer)
+MODELS: dict[str, Model] = {x.MODEL.name: x.MODEL for x in FAMILIES}
 
 __all__ = ["AXES", "MODELS", "Model", "mesh_of"]

@@ -84,6 +84,18 @@ def mark_inputs(batch: tuple[Tensor, ...], mesh: spmd.Mesh, spec: Spec = (BATCH_
         spmd.mark_sharding(t, mesh, on_mesh(spec, mesh)[: t.dim()])
 
 
+def spec_of(name: str, rules: Rules) -> Spec:
+    """The spec of the first rule that matches a whole name.
+
+    Raises:
+        LookupError: none does.
+    """
+    for pattern, spec in rules.items():
+        if re.fullmatch(pattern, name):
+            return spec
+    raise LookupError(f"every parameter must match a rule; got {name!r}. Add one for it.")
+
+
 def mark_parameters(model: nn.Module, mesh: spmd.Mesh, rules: Rules) -> None:
     """Marks all parameters and buffers by the first rule that matches; replicates other buffers.
 
@@ -91,10 +103,7 @@ def mark_parameters(model: nn.Module, mesh: spmd.Mesh, rules: Rules) -> None:
         LookupError: no rule is for a parameter.
     """
     for name, t in model.named_parameters():
-        found = [spec for pattern, spec in rules.items() if re.fullmatch(pattern, name)]
-        if not found:
-            raise LookupError(f"every parameter must match a rule; got {name!r}. Add one for it.")
-        spmd.mark_sharding(t, mesh, on_mesh(found[0], mesh))
+        spmd.mark_sharding(t, mesh, on_mesh(spec_of(name, rules), mesh))
     for buffer in model.buffers():
         spmd.mark_sharding(buffer, mesh, ())
 
