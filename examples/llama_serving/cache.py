@@ -7,7 +7,7 @@ together, T tokens of their bucket, H size of a head.
 from typing import Any
 
 import torch
-from transformers import Cache, LlamaConfig
+from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 import spmd_core as spmd
@@ -32,15 +32,19 @@ class SlotCache:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: PretrainedConfig,
         *,
         num_slots: int,
         length: int,
         dtype: torch.dtype,
         mesh: spmd.Mesh | None,
     ) -> None:
-        heads = config.num_key_value_heads
-        shape = (num_slots, heads, length, config.head_dim)
+        # A GPT-2 has neither attribute.
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        shape = (num_slots, heads, length, head_dim)
         by_heads = mesh is not None and heads % mesh.shape().get("tensor", heads + 1) == 0
 
         def zeros() -> torch.Tensor:

@@ -3,18 +3,22 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
 
 import spmd_core as spmd
+from examples.llama_serving import gpt2
 from examples.llama_tp import shardings, weights
 from examples.llama_tp.folder_sizes import wrong_size
 from examples.training.attention import CAUSAL_SDPA
@@ -25,11 +29,16 @@ GENERATION = "generation_config.json"  # beside config.json, if there is one
 _DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
+_CONFIGS = {"llama": ("Llama", LlamaConfig), "gpt2": ("GPT-2", GPT2Config)}
+ModelConfig: TypeAlias = LlamaConfig | GPT2Config
+Model: TypeAlias = LlamaForCausalLM | GPT2LMHeadModel
+
+
 class ModelFolderError(ValueError):
     """A folder has no model that can be served."""
 
 
-def read_config(folder: Path) -> LlamaConfig:
+def read_config(folder: Path) -> ModelConfig:
     """The model's sizes.
 
     Raises:
@@ -46,24 +55,27 @@ def read_config(folder: Path) -> LlamaConfig:
         )
     try:
         found = json.loads((folder / "config.json").read_text())
-        kind, wrong = found.get("model_type"), wrong_size(found)
+        kind = found.get("model_type")
+        wrong = gpt2.wrong_size(found) if kind == "gpt2" else wrong_size(found)
     except (ValueError, AttributeError) as error:
         raise ModelFolderError(
             f"config.json must be a JSON object; got something else: {error}. Save the model again."
         ) from None
-    if kind != "llama":
+    if kind not in _CONFIGS:
         raise ModelFolderError(
-            f"the model must be of type 'llama'; got {kind!r} in {folder}. Name another folder."
+            f"the model must be of type 'llama' or 'gpt2'; got {kind!r} in {folder}. Name another "
+            "folder."
         )
+    name, config_class = _CONFIGS[kind]
     if wrong is not None:
         raise ModelFolderError(
-            f"config.json must describe a Llama; {wrong} in {folder}. Save the model again."
+            f"config.json must describe a {name}; {wrong} in {folder}. Save the model again."
         )
     try:
-        config = LlamaConfig.from_pretrained(folder)
+        config = config_class.from_pretrained(folder)
     except (ValueError, StrictDataclassError) as error:
         raise ModelFolderError(
-            "config.json must describe a Llama that transformers can build; got one that it "
+            f"config.json must describe a {name} that transformers can build; got one that it "
             f"refuses: {_in_a_line(error)}. Save the model again."
         ) from None
     if has_dynamic_rope(config):
@@ -75,12 +87,14 @@ def read_config(folder: Path) -> LlamaConfig:
     return config
 
 
-def has_dynamic_rope(config: LlamaConfig) -> bool:
+def has_dynamic_rope(config: ModelConfig) -> bool:
     """Whether position embeddings depend on the longest text of a step."""
-    return (config.rope_parameters or {}).get("rope_type", "default") in _DYNAMIC_ROPE
+    return (getattr(config, "rope_parameters", None) or {}).get(
+        "rope_type", "default"
+    ) in _DYNAMIC_ROPE
 
 
-def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 
     Raises:
@@ -112,14 +126,14 @@ def _in_a_line(error: Exception) -> str:
 
 
 def load_model(
-    folder: Path, config: LlamaConfig, *, dtype: torch.dtype | None, mesh: spmd.Mesh | None
-) -> LlamaForCausalLM:
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype | None, mesh: spmd.Mesh | None
+) -> Model:
     """The model in evaluation mode on device `xla`, laid out over the mesh.
 
     It is recorded, split, and only then read, each device's shards by themselves. Waits for them.
 
     Args:
-        folder: with safetensors, or with checkpoints, of which the newest is taken.
+        folder: with safetensors, or, of a Llama, with checkpoints, of which the newest is taken.
         config: of the folder.
         dtype: of the parameters; None: the one that the configuration names.
         mesh: with the axis `tensor`; None for one device.
@@ -129,10 +143,19 @@ def load_model(
             another model.
     """
     with torch.device("xla"):
-        model = LlamaForCausalLM._from_config(config, attn_implementation=CAUSAL_SDPA)
+        model: Model = (
+            gpt2.build(config)
+            if isinstance(config, GPT2Config)
+            else LlamaForCausalLM._from_config(config, attn_implementation=CAUSAL_SDPA)
+        )
     model = model.eval().requires_grad_(False).to(dtype or config.dtype or torch.float32)
     if (folder / GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    if isinstance(model, GPT2LMHeadModel):
+        if mesh is not None:
+            gpt2.lay_out(model, mesh)
+        gpt2.load(model, folder)
+        return model
     if mesh is not None:
         # Logits stay split by vocabulary, until the program gathers those of the last tokens.
         shardings.parallelize(model, mesh, sequence_parallel=False, loss_parallel=True)
@@ -140,7 +163,7 @@ def load_model(
     return model
 
 
-def end_tokens(model: LlamaForCausalLM) -> Sequence[int]:
+def end_tokens(model: Model) -> Sequence[int]:
     """The tokens that end a text, as the folder says."""
     ids = model.generation_config.eos_token_id
     ids = model.config.eos_token_id if ids is None else ids

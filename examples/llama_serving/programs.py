@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import spmd_core as spmd
 from examples.llama_serving.batching import PromptSizes
@@ -45,8 +45,8 @@ class Programs:
     One thread at a time may use it.
 
     Args:
-        model: a Llama on device `xla`, in evaluation mode, laid out over `mesh`, with an attention
-            without a mask builder (`examples.training.attention`).
+        model: a Llama or a GPT-2 on device `xla`, in evaluation mode, laid out over `mesh`, with an
+            attention without a mask builder (`examples.training.attention`).
         num_slots: requests that may be in flight.
         length: positions of a slot.
         mesh: with the axis `tensor`; None for one device.
@@ -58,7 +58,7 @@ class Programs:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         *,
         num_slots: int,
         length: int,
@@ -139,7 +139,7 @@ class Programs:
         slots_P, lengths_P, top_k_P, seeds_P = whole_P4.unbind(1)
         temperatures_P, top_p_P = real_P2.unbind(1)
         num_prompts, num_tokens = ids_PT.shape
-        output = self._model.model(
+        output = self._model.base_model(
             ids_PT,
             position_ids=torch.arange(num_tokens, device="xla")[None],
             past_key_values=self._cache.for_prompts(slots_P),

@@ -1,4 +1,4 @@
-"""Serves a Llama over HTTP, by OpenAI's interface, with prompts and tokens split over a mesh.
+"""Serves a Llama or a GPT-2 over HTTP, by OpenAI's interface, split over a mesh.
 
     python -m examples.llama_serving.serve --model FOLDER
         a folder of Hugging Face's, on one device
@@ -27,7 +27,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
 
 from examples.llama_serving.app import Served, make_app
 from examples.llama_serving.config import (
@@ -41,6 +40,7 @@ from examples.llama_serving.connections import Limits, possible_connections
 from examples.llama_serving.engine import Engine
 from examples.llama_serving.guard import Access, is_local
 from examples.llama_serving.loading import (
+    ModelConfig,
     ModelFolderError,
     end_tokens,
     load_model,
@@ -81,7 +81,7 @@ def check_public(config: ServeConfig, access: Access, *, local: bool) -> None:
         )
 
 
-def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spmd.Mesh | None:
+def parsed_mesh(text: str, config: ModelConfig, *, num_emulated: int = 0) -> spmd.Mesh | None:
     """The mesh, or None for one device.
 
     Raises:
@@ -96,7 +96,7 @@ def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spm
     return mesh
 
 
-def slot_length(max_length: int, config: LlamaConfig) -> int:
+def slot_length(max_length: int, config: ModelConfig) -> int:
     """The positions of a slot.
 
     Raises:

@@ -67,7 +67,7 @@ def test_missing_files(tmp_path: Path) -> None:
             {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 3},
             "num_key_value_heads must divide num_attention_heads; got 3 for 8 heads in .* again",
         ),
-        ({"model_type": "mistral"}, "the model must be of type 'llama'; got 'mistral' in"),
+        ({"model_type": "mistral"}, "must be of type 'llama' or 'gpt2'; got 'mistral' in"),
         (
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             "must not depend on the longest text of a step; got rope_type 'dynamic'. Serve a model",
