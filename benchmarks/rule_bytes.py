@@ -1,10 +1,10 @@
 """How many bytes move between devices with XLA's own form of an operation, and with ours?
 
-Where XLA's partitioner errs (docs/xla_errors.md), other forms are used. Each case below is compiled
-with the rules of `program/partitioner_rules.py` and without, in a process of its own, as some
-programs end the process. The bytes are those of the results of all collectives on one device;
-values are compared with eager torch. The cases marked as cheap are the usual layouts: there our
-form may not move more.
+Where XLA's partitioner errs (docs/explanation/xla_errors.md), other forms are used. Each case below
+is compiled with the rules of `program/partitioner_rules.py` and without, in a process of its own,
+as some programs end the process. The bytes are those of the results of all collectives on one
+device; values are compared with eager torch. The cases marked as cheap are the usual layouts: there
+our form may not move more.
 
 Run: python -m benchmarks.rule_bytes
 """

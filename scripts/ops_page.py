@@ -1,4 +1,4 @@
-"""Writes docs/ops.md, a table of every torch overload: how it runs, dtypes compared, tests.
+"""Writes docs/reference/ops.md, a table of torch's overloads: how each runs, dtypes, tests.
 
 Dtypes and entries come from `benchmarks/results/opinfo_*.json`, which `python -m benchmarks.opinfo`
 writes; the columns of platforms from `compiles_*.json`, which `python -m benchmarks.compiles`
@@ -29,7 +29,7 @@ from spmd_core.dispatch.router import Route
 from spmd_core.ops import registry
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "ops.md"
+PAGE = ROOT / "docs" / "reference" / "ops.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TESTS = ROOT / "packages" / "spmd-core" / "tests"
 
@@ -133,7 +133,7 @@ _SHORT = {
 
 
 def page() -> str:
-    """The text of docs/ops.md."""
+    """The text of docs/reference/ops.md."""
     compared, tested, platforms = _compared(), _tested(), _platforms()
     routes = {op: router.route_of(op) for op in overloads()}
     counts = Counter(routes.values())
@@ -185,7 +185,7 @@ def main(*, check: bool) -> int:
     if check:
         if PAGE.read_text() != text:
             print(
-                "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes.",
+                "docs/reference/ops.md is stale. Run python -m scripts.ops_page, and commit it.",
                 file=sys.stderr,
             )
             return 1

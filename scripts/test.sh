@@ -7,7 +7,7 @@ usage() {
 usage: scripts/test.sh [--fast | --all] [arguments for pytest]
 
 Makes .venv with the pinned versions on the first run, then runs ruff (rules, format), codespell,
-mypy and pytest, and fails if any of them fails.
+mypy, scripts/docs.sh (not with --fast or arguments) and pytest, and fails if any of them fails.
 
   --fast    while you work, at most 4 minutes: every folder, without the tests marked `slow`, with
             at most 40 examples of each property; 8 devices
@@ -54,6 +54,10 @@ step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check --quiet .
 step "codespell" codespell
 step "mypy" mypy --no-error-summary packages/*/src benchmarks examples
+# While you work, a change rarely needs it: links and samples of the documents are tests, too.
+if [ "$#" -eq 0 ] && [ "$SPMD_TEST_TIER" != fast ]; then
+  step "site" scripts/docs.sh
+fi
 
 # Three for two cores: some tests wait for processes that they start.
 workers=()

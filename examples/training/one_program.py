@@ -13,7 +13,7 @@ def one_program(config: RunConfig) -> Callable[[Step], Step]:
     """A decorator for a training step: on device `xla`, a captured step; in eager torch, nothing.
 
     A captured step gets what varies as arguments, returns what is logged, and computes on the
-    device alone (`docs/compiling.md`). Once two calls agree, later ones run their program.
+    device alone (`docs/guides/compiling.md`). Once two calls agree, later ones run their program.
 
     Args:
         config: its `capture` says whether to capture, or to record each call, and so does

@@ -1,4 +1,4 @@
-"""Tests docs/migrating.md: its samples run, each in its own process; names in its tables exist."""
+"""The migration guide: its samples run; names in the reference's tables exist."""
 
 import importlib
 import os
@@ -14,7 +14,9 @@ import torch_xla.core.xla_model
 import torch_xla.runtime
 from torch_xla import _environment
 
-PAGE = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+GUIDE = (DOCS / "guides/torch_xla.md").read_text()
+PAGE = (DOCS / "reference/torch_xla.md").read_text()
 MODULES = {
     "torch_xla.distributed.spmd": "torch_xla.distributed.spmd",
     "torch_xla.runtime": "torch_xla.runtime",
@@ -27,7 +29,7 @@ MODULES = {
 
 @pytest.mark.slow
 def test_samples():
-    samples = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    samples = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
     assert len(samples) == 5
     # One process for all: its devices are chosen before the first sample.
     count = spmd.global_runtime_device_count()
@@ -52,7 +54,7 @@ def test_samples():
 
 def rows():
     section = ""
-    for line in PAGE.split("## Names")[1].split("## Differences")[0].splitlines():
+    for line in PAGE.split("## Names")[1].split("## Environment variables")[0].splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) != 3 or cells[0] in ("torch_xla", "---"):
             continue

@@ -1,4 +1,4 @@
-"""docs/ops.md agrees with the registry, the recorded results and the tests."""
+"""docs/reference/ops.md agrees with the registry, the recorded results and the tests."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_the_page_is_not_stale():
             f"the page is of torch {version}, which has other overloads than {torch.__version__}"
         )
     assert text == ops_page.page(), (
-        "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes."
+        "docs/reference/ops.md is stale. Run python -m scripts.ops_page, and commit it."
     )
 
 
@@ -28,7 +28,7 @@ def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):
     stale.write_text("old")
     monkeypatch.setattr(ops_page, "PAGE", stale)
     assert ops_page.main(check=True) == 1
-    assert "Run python -m scripts.ops_page and commit" in capsys.readouterr().err
+    assert "Run python -m scripts.ops_page, and commit" in capsys.readouterr().err
 
 
 def test_the_columns_of_platforms_are_the_sweeps_results(tmp_path, monkeypatch):

@@ -16,19 +16,23 @@ from spmd_core.program import compile_cache
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 
+# Pages whose samples run in tests of their own, or one by one; one reads what a recipe wrote.
+_ELSEWHERE = ("planning", "processes", "checkpoints", "torch_xla", "tensorboard")
+
 
 def samples():
     for page in (
         ROOT / "README.md",
         ROOT / "packages/spmd-core/README.md",
         ROOT / "packages/spmd-data/README.md",
-        ROOT / "docs/planning.md",
+        ROOT / "docs/guides/planning.md",
     ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
-    for name in ("compiling", "wrong_or_slow", "loops"):  # each sample continues the one before
-        page = (ROOT / f"docs/{name}.md").read_text()
-        yield pytest.param("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), id=name)
+    for page in sorted((ROOT / "docs").rglob("*.md")):  # each sample continues the one before
+        codes = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+        if codes and page.stem not in _ELSEWHERE:
+            yield pytest.param("\n".join(codes), id=page.stem)
 
 
 @pytest.mark.parametrize("code", list(samples()))
@@ -47,7 +51,7 @@ def test_the_samples_for_several_processes_run_in_one(monkeypatch, tmp_path):
     scope = {"__name__": "__main__", "w": w, "loss": torch.ones(()), "state": {"w": w}}
     spmd.distributed.request_stop()
     *samples, last = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/processes.md").read_text(), re.S
+        r"```python\n(.*?)```", (ROOT / "docs/guides/processes.md").read_text(), re.S
     )
     with CheckpointManager(tmp_path) as scope["manager"]:
         for code in samples:
@@ -65,7 +69,7 @@ def test_the_samples_of_checkpoints_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     scope = {"__name__": "__main__"}
-    page = (ROOT / "docs/checkpoints.md").read_text()
+    page = (ROOT / "docs/guides/checkpoints.md").read_text()
     try:
         for language, code in re.findall(r"```(python|sh)\n(.*?)```", page, re.S):
             if language == "python":

@@ -1,6 +1,6 @@
 """Applies PyTorch/XLA's environment variables, once, at the first import.
 
-`docs/migrating.md` lists them.
+`docs/reference/torch_xla.md` lists them.
 """
 
 import os

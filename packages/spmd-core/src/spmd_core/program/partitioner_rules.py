@@ -1,9 +1,9 @@
 """Forms of primitives that XLA's partitioner gets right, in a program over several devices.
 
 The partitioner errs on some primitives, such as a scatter of one index. A rule in `_RULES` rewrites
-an equation of such a primitive. `docs/xla_errors.md` has each error, the jaxlib versions that have
-it, and when the rule can be removed. `benchmarks/partitioner` looks for more errors with random
-programs.
+an equation of such a primitive. `docs/explanation/xla_errors.md` has each error, the jaxlib
+versions that have it, and when the rule can be removed. `benchmarks/partitioner` looks for more
+errors with random programs.
 """
 
 import math

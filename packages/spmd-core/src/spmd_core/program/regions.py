@@ -137,7 +137,7 @@ def run(
         key: the random key, or None; every device folds its position into it.
         others: for each dim of local tensors, other axes that split it: the kernel takes and
             returns blocks. A region inside of the kernel would do the same, and Shardy loses that
-            it is inside of another one (`docs/xla_errors.md`).
+            it is inside of another one (`docs/explanation/xla_errors.md`).
 
     Returns:
         Each result as a stack of the devices' values.

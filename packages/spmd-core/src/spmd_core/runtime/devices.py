@@ -154,8 +154,9 @@ def libtpu_without_tpus() -> Iterator[None]:
 def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
     """XLA's flags, with the form of shardings by named axes off where it is on by default.
 
-    With that form, XLA's partitioner aborts the process for some products (docs/xla_errors.md). XLA
-    also aborts for a flag that it does not know, so only tested releases get it.
+    With that form, XLA's partitioner aborts the process for some products
+    (docs/explanation/xla_errors.md). XLA also aborts for a flag that it does not know, so only
+    tested releases get it.
 
     Example:
         >>> with_positional_shardings("--a=1", "0.12.0.1")

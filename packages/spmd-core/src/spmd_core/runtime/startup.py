@@ -142,7 +142,7 @@ def initialize(
     Arguments that are None are taken from torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`,
     `WORLD_SIZE`, `RANK`) or from Open MPI's, with `MASTER_ADDR` if there are several hosts; else
     jax finds them, on TPU pods, under SLURM, and in Kubernetes with the package `kubernetes`.
-    docs/processes.md has a file for each to start from.
+    docs/guides/processes.md has a file for each to start from.
 
     Args:
         coordinator_address: `"host:port"` of process 0, the same in every process. Process 0

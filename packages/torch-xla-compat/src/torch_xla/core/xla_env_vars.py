@@ -1,4 +1,4 @@
-"""Names of environment variables; `docs/migrating.md` says which of them have an effect."""
+"""Names of environment variables; `docs/reference/torch_xla.md` says which have an effect."""
 
 PJRT_DEVICE = "PJRT_DEVICE"
 PJRT_SELECT_DEFAULT_DEVICE = "PJRT_SELECT_DEFAULT_DEVICE"

@@ -3,7 +3,7 @@
 XLA fuses the computation of a block with its write in place. If a reshape stands between the tensor
 and the write, XLA does not see that the loop reads elements that it has already overwritten (jaxlib
 0.10 to 0.12, on the CPU; GPUs share the pass). So a block is materialised before it is written.
-`docs/xla_errors.md` has the error.
+`docs/explanation/xla_errors.md` has the error.
 """
 
 from collections.abc import Sequence

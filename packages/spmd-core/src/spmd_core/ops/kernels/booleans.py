@@ -9,7 +9,8 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x.astype(dtype)`; booleans become 1 and 0 by a select.
 
     XLA replaces the product of a number and a converted boolean with a select: NaN times False is 0
-    there, and an infinity too (docs/xla_errors.md). It leaves the product with a select alone.
+    there, and an infinity too (docs/explanation/xla_errors.md). It leaves the product with a select
+    alone.
     """
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, np.inexact):
         return jnp.where(x, np.ones((), dtype), np.zeros((), dtype))

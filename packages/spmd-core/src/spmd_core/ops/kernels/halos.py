@@ -1,10 +1,10 @@
 """Windows over split images: each device fetches the rows of others that its windows read.
 
 XLA's partitioner errs on strided and dilated windows over split dims, and moves more than necessary
-(docs/xla_errors.md). Here a `jax.shard_map` gives each device its own block, neighbors exchange the
-rows at their borders (halos), and the window operation itself runs on one device's array. Sizes
-need not divide evenly: blocks are padded with zeros to the size of the largest, and each device
-slices the rows at which its windows start.
+(docs/explanation/xla_errors.md). Here a `jax.shard_map` gives each device its own block, neighbors
+exchange the rows at their borders (halos), and the window operation itself runs on one device's
+array. Sizes need not divide evenly: blocks are padded with zeros to the size of the largest, and
+each device slices the rows at which its windows start.
 
 "Rows" are the elements along a split dim. The global image has `size` rows; device i has those from
 `i * block` on.

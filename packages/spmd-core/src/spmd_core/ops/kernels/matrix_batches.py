@@ -3,7 +3,7 @@
 jaxlib 0.10 and 0.11.0 distribute the matrices of a large batch to the threads of XLA's pool, from a
 thread of that pool, which then waits. If there are as many such calls at once as the pool has
 threads, all wait forever. The calling thread computes a smaller batch by itself.
-`docs/xla_errors.md` has the error.
+`docs/explanation/xla_errors.md` has the error.
 """
 
 import math
