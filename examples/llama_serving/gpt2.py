@@ -1,11 +1,13 @@
 """GPT-2 for the server: what its folder must have, its layout, and its weights."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import spmd_core as spmd
@@ -43,8 +45,24 @@ def build(config: GPT2Config) -> GPT2LMHeadModel:
 
 
 def lay_out(model: GPT2LMHeadModel, mesh: spmd.Mesh) -> None:
-    """Marks the weights and the activations over the axis `tensor`, as the recipe does."""
-    shardings.parallelize(model, mesh, "spmd")
+    """Marks the weights, and what enters and leaves the layers, over the axis `tensor`.
+
+    The layers themselves get no hooks, so that they can run as one loop.
+    """
+    shardings.shard_parameters(model, mesh)
+    for module, spec in (
+        (model.transformer.drop, shardings.HIDDEN_BTD),
+        (model.transformer.ln_f, shardings.HIDDEN_BTD),
+        (model.lm_head, shardings.LOGITS_BTV),
+    ):
+        module.register_forward_hook(_marks(mesh, shardings.on_mesh(spec, mesh)))
+
+
+def _marks(mesh: spmd.Mesh, spec: shardings.Spec) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        spmd.mark_sharding(output, mesh, spec)
+
+    return hook
 
 
 def load(model: GPT2LMHeadModel, folder: Path) -> None:

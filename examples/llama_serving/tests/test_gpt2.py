@@ -56,6 +56,7 @@ def test_tokens_are_those_of_generate(tmp_path: Path, num_devices: int, first_na
         found, expected = model(ids.to("xla"), use_cache=False).logits.cpu(), reference(ids).logits
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         return
+    spmd.scan_model(model)  # warns if the layers cannot run as one loop
     if mesh is not None:
         assert model.transformer.wte.weight.partition_spec == ("tensor", None)
     programs = Programs(model, num_slots=SLOTS, length=LENGTH, mesh=mesh)
