@@ -1,13 +1,13 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
 import importlib
-import sys
 import typing
 
+from spmd_core import command_line as _command_line
 from spmd_core.checkpoint_options import check_command_line as _check_checkpoint
 from spmd_core.planner.options import check_command_line as _check_plan
 
-if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module that it is to run
+if _command_line.is_any():
     _check_plan()  # before the imports below, which take seconds
     _check_checkpoint()
 
@@ -73,6 +73,7 @@ from spmd_core.steps.weight_saving import save_safetensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, _rebuild_parameter
 from spmd_core.torch_backend import autocast as _autocast
 from spmd_core.torch_backend.registration import device
+from spmd_core.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from spmd_core.checkpoint.manager import CheckpointManager

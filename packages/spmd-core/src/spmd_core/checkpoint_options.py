@@ -3,20 +3,23 @@
 import argparse
 import sys
 
+from spmd_core import command_line
+
 
 def check_command_line() -> None:
-    """Ends this process if it is `python -m spmd_core.checkpoint` with --help or wrong arguments.
+    """Ends this process if it is `spmd-checkpoint` with --help or wrong arguments.
 
-    Call it while `sys.argv[0]` is "-m", as it is until Python has imported the module to run.
+    Or `python -m spmd_core.checkpoint`: call it while `sys.argv[0]` is "-m", as it is until Python
+    has imported the module to run.
     """
-    if sys.orig_argv[-len(sys.argv)].endswith("spmd_core.checkpoint"):
+    if command_line.is_command("spmd_core.checkpoint"):
         parser().parse_args(sys.argv[1:])
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(
-        prog="python -m spmd_core.checkpoint",
+        prog="spmd-checkpoint",
         description="Looks at a folder of checkpoints, and converts to and from other files. "
         "Starts no accelerator.",
     )

@@ -7,16 +7,13 @@ The script runs here as it is, up to its steps that compile nothing new; its pro
 for the topology's devices and not run. For functions there is `spmd_core.plan`.
 """
 
-import signal
 import sys
 
-from spmd_core.planner.command import main
+from spmd_core.planner.command import run
 from spmd_core.planner.plan import plan
 
 if __name__ == "__main__":
-    # As Ctrl-C does, it then leaves no process of a compiler and no temporary file.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    sys.exit(run())
 
 # An import of this module would put the module where `spmd_core` has the function.
 sys.modules[__name__] = plan  # type: ignore[assignment]

@@ -23,16 +23,17 @@ LAYERS = [
     ("tensor",),
     ("program",),
     ("graph", "runtime"),
-    ("sharding", "ops", "counters", "chips"),
+    ("sharding", "ops", "counters", "chips", "checkpoint_options"),
     (
         "arguments",
-        "checkpoint_options",
+        "command_line",
         "errors",
         "config",
         "dtypes",
         "files",
         "releases",
         "source_lines",
+        "version",
     ),
 ]
 FILES = import_graph.file_imports(SOURCE)

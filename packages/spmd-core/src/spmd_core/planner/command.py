@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(plan_values(made), indent=1) + "\n")
     return exit_code(made)
+
+
+def run() -> int:
+    """The console script `spmd-plan`."""
+    # As Ctrl-C does, SIGTERM then leaves no process of a compiler and no temporary file.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return main()
 
 
 def _search(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from spmd_core import command_line
 from spmd_core.config import user_cache
 from spmd_core.errors import PlanError
 from spmd_core.planner.topology_names import parse
@@ -16,11 +17,12 @@ _OF_ONE = ("steps", "all", "code")  # options that do not combine with --search
 
 
 def check_command_line() -> None:
-    """Ends this process if it is `python -m spmd_core.plan` with --help or invalid arguments.
+    """Ends this process if it is `spmd-plan` with --help or invalid arguments.
 
-    Call it while `sys.argv[0]` is "-m", as it is until Python has imported the module to run.
+    Or `python -m spmd_core.plan`: call it while `sys.argv[0]` is "-m", as it is until Python has
+    imported the module to run.
     """
-    if not sys.orig_argv[-len(sys.argv)].endswith("spmd_core.plan"):
+    if not command_line.is_command("spmd_core.plan"):
         return
     options = parser().parse_args(sys.argv[1:])
     try:
@@ -133,7 +135,7 @@ def _is_there(module: str) -> bool:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(
-        prog="python -m spmd_core.plan",
+        prog="spmd-plan",
         allow_abbrev=False,
         description="Plans a training script for devices that need not exist: compiles its "
         "programs and runs none. Prints the memory that they take on each device, their "
