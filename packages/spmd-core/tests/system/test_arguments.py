@@ -66,6 +66,7 @@ ARGUMENTS = {
         True,
     ),
     "ndim": (lambda n: Sharding.of(spmd.Mesh([0], (1,), ("x",)), (), n), True),
+    "priority": (lambda n: Sharding.marked(_sharding().mesh, (), 1, priority=n), True),
     "padded_shape": (lambda n: _sharding().padded_shape((2, n)), True),
     "shard_shape": (lambda n: _sharding().shard_shape((n, 2)), True),
     "indices": (lambda n: _sharding().indices((n, 2)), True),
@@ -144,7 +145,8 @@ OWN = "the library's own calls alone"
 EACH = "one call for each document that is read; an index is refused where the array is read"
 UNCHECKED = {
     "spmd_core.strict": (BY_HAND, "enabled"),
-    "spmd_core.mark_sharding": (BY_HAND, "inplace"),
+    "spmd_core.mark_sharding": (BY_HAND, "inplace priority"),
+    "spmd_core.constrain": (BY_HAND, "priority"),
     "spmd_core.Pipeline.check_batch": (OWN, "rows"),
     "spmd_core.Pipeline.chunk": (OWN, "round"),
     "spmd_core.pipeline": (BY_HAND, "num_microbatches rounds"),

@@ -222,7 +222,7 @@ def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
     if _is_part(spec):
         part = process_data.part_of(spec.mesh, spec.partition_spec)
         return part.tiles[dim] if part.is_whole[dim] else len(part.blocks[dim])
-    entry = spec.partition_spec[dim]
+    entry: Any = spec.partition_spec[dim]  # a ShardingSpec has no open dims
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(spec.mesh.mesh_shape[spec.mesh.axis_index(axis)] for axis in axes)
 

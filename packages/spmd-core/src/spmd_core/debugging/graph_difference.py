@@ -474,7 +474,7 @@ def _sharding_text(sharding: Sharding | None) -> str:
     if sharding is None:
         return "none"
     axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape().items())
-    return f"{_spec_text(sharding.partition_spec)} over ({axes})"
+    return f"{_spec_text(sharding.marked_spec)} over ({axes}){sharding.priority_text}"
 
 
 def _spec_text(spec: Iterable[object]) -> str:

@@ -79,14 +79,17 @@ def stacked_spec(row: Spec, count: int) -> Spec:
 
 def stacked_sharding(row: Sharding) -> Sharding:
     """The sharding of a stack whose rows have this one: no device splits the first dim."""
-    return Sharding.of(row.mesh, ((), *row.dims), row.ndim + 1)
+    stack = Sharding.of(row.mesh, ((), *row.dims), row.ndim + 1)
+    return stack.with_hints(tuple(dim + 1 for dim in row.open_dims), row.priority)
 
 
 def row_sharding(stack: Sharding) -> Sharding | None:
     """The sharding of the rows of a stack that has this one."""
     if len(stack.dims) < 2:
         return None
-    return Sharding.of(stack.mesh, stack.dims[1:], len(stack.dims) - 1)
+    row = Sharding.of(stack.mesh, stack.dims[1:], len(stack.dims) - 1)
+    open_dims = tuple(dim - 1 for dim in stack.open_dims if dim > 0)
+    return row.with_hints(open_dims, stack.priority)
 
 
 class Stack:

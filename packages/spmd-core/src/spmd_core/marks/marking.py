@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd_core.arguments import checked, require_bool
+from spmd_core.arguments import checked, require_bool, require_int
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError
 from spmd_core.graph.recorders import lock
@@ -19,6 +19,7 @@ from spmd_core.program import execution, leaves
 from spmd_core.program.mark_names import MARK, MARK_AT_ONCE, MARK_SHARDING
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
+from spmd_core.runtime.jax_sharding import require_shardy
 from spmd_core.sharding.mesh import Mesh, check_devices
 from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
@@ -32,6 +33,7 @@ def mark_sharding(
     partition_spec: PartitionSpecLike | None = None,
     *,
     inplace: bool = True,
+    priority: int = 0,
 ) -> XLAShardedTensor:
     """Shards a tensor over a mesh, in place; returns the same tensor.
 
@@ -49,10 +51,18 @@ def mark_sharding(
             the CPU, or on device `xla` as long as no program has read it.
         partition_spec: for each dim of `t` the mesh axis (a name or an index) that shards it, a
             tuple of axes (major first), or None. A spec shorter than the rank replicates the
-            remaining dims.
+            remaining dims. `PartitionSpec.OPEN`, alone or behind the axes of a tuple, lets the
+            partitioner split the dim further inside of a program. Data that is stored is split by
+            the named axes alone, also as a program reads it, so an open dim of a leaf is about its
+            gradient.
         inplace: False for a new tensor of the same values, marked, whose gradient is constrained to
             the same sharding; `t` and its gradient keep their own. Can be differentiated any number
             of times. This is what jax calls `with_sharding_constraint`.
+        priority: where marks in a program ask for different layouts of a value between them, the
+            one of the lowest number decides: axes are propagated in the order of priorities, 0
+            first. Holds for the tensor as an input and a result of programs too, and for its
+            gradient. What a mark says of its own tensor holds at any priority. A mark that names no
+            axis has nothing to propagate.
 
     Raises:
         NotInSpmdModeError: `use_spmd()` was not called.
@@ -61,6 +71,8 @@ def mark_sharding(
         MeshError: the mesh names a device that does not exist, or is not a Mesh.
         PartitionSpecError: the spec does not fit the mesh or the tensor; or a `ShardingSpec` came
             with another partition spec.
+        TypeError, ValueError: the priority is not a whole number of at least 0.
+        ProgramError: there is an open dim or a priority, and jax's Shardy is switched off.
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
@@ -76,11 +88,17 @@ def mark_sharding(
                 "Write spmd.mark_sharding(tensor, sharding_spec), or pass a Mesh with the second."
             )
         if mesh.minibatch and devices.num_processes() > 1:
+            _refuse_priority(priority)
             return process_data.from_process_local(_host_data(t), mesh)
         partition_spec, mesh = mesh.partition_spec, mesh.mesh
-    tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding", priority)
     if not require_bool("inplace", inplace):
         return MarkSharding.apply(tensor, sharding)
+    return mark(tensor, sharding)
+
+
+def mark(tensor: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+    """Marks a tensor of the sharding's rank, in place; returns it. See `mark_sharding`."""
     with lock:
         _mark(tensor._handle, sharding)
     if tensor.requires_grad:
@@ -88,15 +106,17 @@ def mark_sharding(
     return tensor
 
 
-def constrain(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpecLike) -> XLAShardedTensor:
+def constrain(
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpecLike, *, priority: int = 0
+) -> XLAShardedTensor:
     """Constrains the sharding of a tensor's present value, in place; returns the same tensor.
 
     A hint to the partitioner at one place of the program. Unlike `mark_sharding` it does not stay
     with the tensor: `t.sharding`, later in-place updates, gradients and `zeros_like` do not change.
     Data on the device moves when the next program that reads the tensor runs. Arguments and errors
-    are those of `mark_sharding`.
+    are those of `mark_sharding`; an open dim and the priority are about the value in the program.
     """
-    tensor, sharding = _check_arguments(t, mesh, partition_spec, "constrain")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "constrain", priority)
     handle = tensor._handle
     with lock:
         value = constrained(read(handle), sharding)
@@ -245,7 +265,11 @@ def sync(*, wait: bool = False) -> None:
 
 
 def _check_arguments(
-    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpecLike | None, what: str
+    t: torch.Tensor,
+    mesh: Mesh,
+    partition_spec: PartitionSpecLike | None,
+    what: str,
+    priority: int,
 ) -> tuple[XLAShardedTensor, Sharding]:
     """Checks the arguments of a marking function; returns the tensor and the sharding."""
     devices.require_spmd(what)
@@ -256,7 +280,19 @@ def _check_arguments(
             f"Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
         )
     check_devices(mesh, devices.global_runtime_device_count())
-    return tensor, Sharding.of(mesh, partition_spec, tensor.dim())  # type: ignore[arg-type]
+    spec: Any = partition_spec
+    sharding = Sharding.marked(mesh, spec, tensor.dim(), priority=priority)
+    if sharding.has_hints:
+        require_shardy(what)
+    return tensor, sharding
+
+
+def _refuse_priority(priority: int) -> None:
+    if require_int("priority", priority, least=0):
+        raise PartitionSpecError(
+            "a process's part of a batch is uploaded as its ShardingSpec says, without a priority; "
+            f"got priority={priority}. Leave it out, and mark what is computed from the batch."
+        )
 
 
 def marked_gradient(

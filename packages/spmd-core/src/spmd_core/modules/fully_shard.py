@@ -16,13 +16,14 @@ from spmd_core.arguments import checked
 from spmd_core.errors import MeshError, WrapError
 from spmd_core.marks import along
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
-from spmd_core.marks.marking import mark_sharding, sync
+from spmd_core.marks.marking import mark, mark_sharding, sync
 from spmd_core.modules import fsdp_methods
 from spmd_core.modules.checkpointing import CheckpointedForward
 from spmd_core.modules.fsdp_unit import Precision, Unit, UnitAxes, parameter_refs, unit_of
 from spmd_core.modules.wrap_policies import has_forward, recursive_wrap
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh, given_or_global
+from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 ShardOutput = Callable[[Any, Mesh], Any]
@@ -369,9 +370,11 @@ def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
     # Prefers a dim that no other axis splits, then the largest.
     choices = even or range(rank)
     dim = max(choices, key=lambda d: (not before[d], shape[d]), default=-1)
-    mark_sharding(
-        parameter, mesh, tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(before))
-    )
+    spec = tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(before))
+    sharding = Sharding.of(mesh, spec, rank)
+    if marked is not None:
+        sharding = sharding.with_hints(marked.open_dims, marked.priority)
+    mark(parameter, sharding)
 
 
 def _shard_first(output: Any, mesh: Mesh, batch_axes: tuple[int, ...]) -> None:

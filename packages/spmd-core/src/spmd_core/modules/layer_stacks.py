@@ -23,7 +23,7 @@ from spmd_core.graph.stacks import (
 )
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import OpResult, Spec, Value
-from spmd_core.marks.marking import mark_sharding
+from spmd_core.marks.marking import mark
 from spmd_core.recording.calls import record_own
 from spmd_core.recording.functions import inside
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -55,8 +55,7 @@ def stacked(tensors: Sequence[torch.Tensor], what: str = "a tensor of layers") -
             )
     result: XLAShardedTensor = _Stack.apply(*given)
     if first is not None:
-        sharding = stacked_sharding(first)
-        mark_sharding(result, sharding.mesh, sharding.partition_spec)
+        mark(result, stacked_sharding(first))
     return result
 
 
@@ -106,7 +105,9 @@ def with_row(
 
 def _marked(tensor: XLAShardedTensor) -> str:
     sharding = tensor.sharding
-    return "no mark" if sharding is None else f"the mark {sharding.partition_spec!r}"
+    if sharding is None:
+        return "no mark"
+    return f"the mark {sharding.marked_spec!r}{sharding.priority_text}"
 
 
 class _Stack(torch.autograd.Function):

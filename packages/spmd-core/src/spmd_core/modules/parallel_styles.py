@@ -324,7 +324,7 @@ def _mark(module: nn.Module, over: Axis, dims: Mapping[str, int]) -> None:
         assert isinstance(parameter, XLAShardedTensor)
         if parameter.sharding is None:
             mark_sharding(parameter, over.mesh, sharding.partition_spec)
-        elif parameter.sharding != sharding:
+        elif parameter.sharding.at_rest != sharding:
             _refuse(name, parameter.sharding, sharding)
 
 

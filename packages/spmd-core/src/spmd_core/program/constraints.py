@@ -6,6 +6,7 @@ from itertools import zip_longest
 import jax
 import jax.numpy as jnp
 
+from spmd_core.program import shardy_constraints
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.sharding import Sharding
 
@@ -20,12 +21,21 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     if 1 in x.shape:
         axes = [None if n == 1 else axis for n, axis in zip_longest(x.shape, named.spec)]
         named = jax.sharding.NamedSharding(named.mesh, jax.sharding.PartitionSpec(*axes))
+    open_dims = tuple(dim for dim in sharding.open_dims if x.shape[dim] > 1)
     padded = tuple(1 if n == 1 else p for n, p in zip(x.shape, sharding.padded_shape(x.shape)))
     if padded == x.shape:
-        return jax.lax.with_sharding_constraint(x, named)
+        return _constrained(x, named, open_dims, sharding.priority)
     wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
-    wide = jax.lax.with_sharding_constraint(wide, named)
+    wide = _constrained(wide, named, open_dims, sharding.priority)
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
+
+
+def _constrained(
+    x: jax.Array, named: jax.sharding.NamedSharding, open_dims: tuple[int, ...], priority: int
+) -> jax.Array:
+    if (open_dims or priority) and named.mesh.size > 1:
+        return shardy_constraints.constrain(x, named, open_dims, priority)
+    return jax.lax.with_sharding_constraint(x, named)
 
 
 def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> jax.Array:

@@ -162,4 +162,5 @@ def _placement(place: Placement, spec: Spec) -> str:
 
 
 def _sharding(sharding: Sharding) -> str:
-    return f"{sharding.partition_spec} over {sharding.mesh.mesh_shape} {sharding.text}"
+    spec, mesh_shape = sharding.marked_spec, sharding.mesh.mesh_shape
+    return f"{spec} over {mesh_shape} {sharding.text}{sharding.priority_text}"

@@ -18,7 +18,7 @@ from spmd_core.ops import registry
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.host_memory import in_device_memory
 from spmd_core.ops.kernels.threefry import prng_key
-from spmd_core.program import regions, split_dims
+from spmd_core.program import regions, shardy_constraints, split_dims
 from spmd_core.program.constraints import constrain, constrain_along, replicate_last_block_dims
 from spmd_core.program.index_flag import Flag
 from spmd_core.program.ir import Graph, Input, Op, Position, Ref
@@ -30,7 +30,7 @@ from spmd_core.program.shared_kernels import SharedKernels
 from spmd_core.program.splits import Splits
 from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import interrupts
-from spmd_core.runtime.jax_sharding import jax_partition_spec
+from spmd_core.runtime.jax_sharding import jax_mesh, jax_partition_spec
 from spmd_core.sharding.sharding import Manual, Sharding
 
 
@@ -110,7 +110,8 @@ class Fold:
     ) -> tuple[list[jax.Array], jax.Array]:
         """The program's results, padded where they are split unevenly, and its token."""
         values = {
-            Ref(x): self._without_padding(x, array) for x, array in zip(self._graph.inputs, leaves)
+            Ref(x): self._without_padding(x, self._at_priority(x, array))
+            for x, array in zip(self._graph.inputs, leaves)
         }
         found = self._compute(self._graph, values, scalars)
         self._kernels.clear()
@@ -303,6 +304,9 @@ class Fold:
         ) -> list[jax.Array]:
             if entry.sharding is not None:
                 spec = jax_partition_spec(entry.sharding)
+                if entry.sharding.has_hints:
+                    named = jax.sharding.NamedSharding(jax_mesh(entry.sharding.mesh), spec)
+                    return [constrain(blocks[0], entry.sharding, named)]
                 if entry.along is not None:
                     free = jax.sharding.PartitionSpec.UNCONSTRAINED
                     spec = jax.sharding.PartitionSpec(*(axes or free for axes in spec))
@@ -327,6 +331,15 @@ class Fold:
         return regions.run(
             manual, kernel, inputs, local, numbers, context.key, others=entry.block_axes
         )
+
+    def _at_priority(self, x: Input, array: jax.Array) -> jax.Array:
+        """An input whose mark has another priority than the highest, which jax gives to all."""
+        placement = x.leaf.placement
+        sharding = placement.sharding
+        if sharding is None or not sharding.priority or self._num_devices == 1:
+            return array
+        named = self._target.mesh(placement.device_sharding)
+        return shardy_constraints.input_of(array, named, sharding.priority)
 
     def _without_padding(self, x: Input, array: jax.Array) -> jax.Array:
         """An input as torch sees it; a value that is local to a manual region stays as it is."""
@@ -373,6 +386,10 @@ class Fold:
             target = padded_shape(output.spec, output.sharding)
             if target != x.shape and value.manual is None:
                 x = self._with_padding(x, target)
+            sharding = output.sharding
+            if sharding is not None and sharding.priority and self._num_devices > 1:
+                named = self._target.mesh(self._target.named(sharding))
+                x = shardy_constraints.result_of(x, named, sharding.priority)
             if id(x) in returned:
                 # jit would return the same buffer twice, and donating one result later would delete
                 # the other.

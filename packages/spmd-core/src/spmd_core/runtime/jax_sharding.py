@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_core.errors import ProgramError
 from spmd_core.runtime import devices
 from spmd_core.sharding import xla_text
 from spmd_core.sharding.mesh import Mesh, check_devices
@@ -83,6 +84,19 @@ def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
 
 Mesh.get_jax_mesh = jax_mesh
 devices.on_exchange += (_jax_mesh.cache_clear, named_sharding.cache_clear, replicated.cache_clear)
+
+
+def require_shardy(what: str) -> None:
+    """Raises ProgramError where jax does not partition by Shardy, which alone has open dims.
+
+    Args:
+        what: the function that was given an open dim or a priority.
+    """
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        raise ProgramError(
+            f"open dims and priorities need jax's partitioner Shardy; {what} got one, and "
+            "jax_use_shardy_partitioner is False. Set it to True, or leave them out."
+        )
 
 
 class CommonMesh:

@@ -1,7 +1,9 @@
 """Partition specs, as users write them, and their check against a mesh."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from enum import Enum
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 
@@ -12,8 +14,27 @@ from spmd_core.sharding.mesh import Mesh
 Axis: TypeAlias = int | str
 """A mesh axis, by index (negative counts from the last) or by name."""
 
-Entry: TypeAlias = int | str | tuple[int | str, ...] | None
+
+class Open(Enum):
+    """What ends an open dim's axes in a partition spec: the partitioner may split it further."""
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    OPEN = "open"
+
+    def __repr__(self) -> str:
+        return "PartitionSpec.OPEN"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return getattr, (PartitionSpec, "OPEN")
+
+
+OPEN: Final = Open.OPEN
+
+Entry: TypeAlias = int | str | Open | tuple[int | str | Open, ...] | None
 """How one tensor dim is split: not (None), over a mesh axis, or over a tuple of axes, major first.
+
+`PartitionSpec.OPEN` alone, or behind the axes of a tuple, makes the dim open.
 """
 
 PartitionSpecLike: TypeAlias = tuple[Entry, ...]
@@ -27,9 +48,17 @@ class PartitionSpec(tuple[Entry, ...]):
     for. Only `shard_map` tells them apart: one `PartitionSpec` there stands for every argument, or
     every result.
 
+    A dim is closed: it is split as its entry says, and no further. `PartitionSpec.OPEN` makes it
+    open, which is Shardy's `{"fsdp", ?}`: `("fsdp", PartitionSpec.OPEN)` is split over fsdp at
+    least, and `PartitionSpec.OPEN` alone is left to the partitioner, as jax's `UNCONSTRAINED`.
+    `mark_sharding` and `constrain` accept open dims.
+
+    Attributes:
+        OPEN: what ends the axes of an open dim.
+
     Args:
         entries: for each dim None (not split), a mesh axis by name or index, or a tuple of axes,
-            the major one first.
+            the major one first; or an open dim.
 
     Raises:
         PartitionSpecError: an argument is none of these.
@@ -43,10 +72,11 @@ class PartitionSpec(tuple[Entry, ...]):
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
     __slots__ = ()
+    OPEN: ClassVar[Open] = OPEN
 
     def __new__(cls, *entries: Entry) -> Self:
         for entry in entries:
-            axes = entry if isinstance(entry, (tuple, list)) else (entry,)
+            axes, _ = _split_open(entry, entries)
             if entry is not None and not all(map(_is_axis, axes)):
                 raise PartitionSpecError(
                     "an entry of a partition spec is None, a mesh axis by its name (str) or its "
@@ -60,6 +90,24 @@ class PartitionSpec(tuple[Entry, ...]):
 
     def __repr__(self) -> str:
         return f"PartitionSpec({', '.join(map(repr, self))})"
+
+
+def _split_open(entry: Any, spec: Sequence[Any]) -> tuple[tuple[Any, ...], bool]:
+    """The axes of an entry, as written, and whether the dim is open; `spec` is for the message.
+
+    Raises:
+        PartitionSpecError: the marker is not the last of the entry.
+    """
+    axes = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+    is_open = bool(axes) and axes[-1] is OPEN
+    axes = axes[:-1] if is_open else axes
+    inside = [x for axis in axes for x in (axis if isinstance(axis, (tuple, list)) else (axis,))]
+    if OPEN in inside:
+        raise PartitionSpecError(
+            "PartitionSpec.OPEN stands once in an open dim's entry, behind its axes; "
+            f"got {entry!r} in {tuple(spec)!r}. Write for instance ('fsdp', PartitionSpec.OPEN)."
+        )
+    return axes, is_open
 
 
 def _is_axis(axis: object) -> bool:
@@ -119,12 +167,38 @@ def validate_spec(mesh: Mesh, spec: PartitionSpecLike) -> tuple[tuple[int, ...],
 
     Raises:
         PartitionSpecError: the spec or an entry has a wrong type, an entry names an axis that the
-            mesh lacks, or an axis is used twice.
+            mesh lacks, or an axis is used twice; or a dim is open.
         MeshError: `mesh` is not a Mesh.
 
     Example:
         >>> validate_spec(Mesh(range(8), (2, 2, 2), ("x", "y", "z")), (("z", 0), None, -2))
         ((2, 0), (), (1,))
+    """
+    dims, open_dims = split_spec(mesh, spec)
+    if open_dims:
+        raise PartitionSpecError(
+            "an open dim belongs to a mark of a tensor, by spmd.mark_sharding or spmd.constrain; "
+            f"here each dim is split as its entry says; got {tuple(spec)!r}. "
+            "Leave PartitionSpec.OPEN out."
+        )
+    return dims
+
+
+def split_spec(
+    mesh: Mesh, spec: PartitionSpecLike
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Checks a partition spec that may have open dims against a mesh.
+
+    Returns:
+        The mesh axis indices of each entry, and the open dims.
+
+    Raises:
+        PartitionSpecError, MeshError: as for `validate_spec`; or `OPEN` stands before an axis.
+
+    Example:
+        >>> mesh = Mesh(range(8), (4, 2), ("x", "y"))
+        >>> split_spec(mesh, (("x", PartitionSpec.OPEN), None, PartitionSpec.OPEN))
+        (((0,), (), ()), (0, 2))
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(
@@ -133,7 +207,11 @@ def validate_spec(mesh: Mesh, spec: PartitionSpecLike) -> tuple[tuple[int, ...],
         )
     if not isinstance(spec, (tuple, list)):
         raise PartitionSpecError(_wrong_spec_type(mesh, spec))
-    dims = tuple(_entry_axes(mesh, entry, spec) for entry in spec)
+    dims, open_dims = [], []
+    for dim, entry in enumerate(spec):
+        axes, is_open = _split_open(entry, spec)
+        dims.append(_entry_axes(mesh, axes if is_open else entry, spec))
+        open_dims += [dim] if is_open else []
     used: set[int] = set()
     for axis in (axis for axes in dims for axis in axes):
         if axis in used:
@@ -144,13 +222,11 @@ def validate_spec(mesh: Mesh, spec: PartitionSpecLike) -> tuple[tuple[int, ...],
                 "Keep it in one place, and write None for a dim that should not be sharded."
             )
         used.add(axis)
-    return dims
+    return tuple(dims), tuple(open_dims)
 
 
-def _entry_axes(
-    mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpecLike
-) -> tuple[int, ...]:
-    """The axis indices of one entry of `spec`; `spec` is for error messages."""
+def _entry_axes(mesh: Mesh, entry: Any, spec: PartitionSpecLike) -> tuple[int, ...]:
+    """The axis indices of one entry of `spec`, without `OPEN`; `spec` is for error messages."""
     if entry is None:
         return ()
     if not isinstance(entry, (tuple, list)):

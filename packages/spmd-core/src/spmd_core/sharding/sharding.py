@@ -14,9 +14,16 @@ from spmd_core.arguments import checked, require_int
 from spmd_core.errors import PartitionSpecError
 from spmd_core.sharding import xla_text
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import Axis, PartitionSpecLike, validate_spec
+from spmd_core.sharding.partition_spec import (
+    OPEN,
+    Axis,
+    PartitionSpecLike,
+    split_spec,
+    validate_spec,
+)
 
 Shape: TypeAlias = tuple[int, ...]
+_LAST_PRIORITY = 2**31 - 1
 
 
 class ShardingType(IntEnum):
@@ -79,10 +86,15 @@ class Sharding:
     fastest. A dim whose size is not a multiple of its number of blocks is padded at its end in
     device memory.
 
+    A mark has more to say to the partitioner: which dims it may split further, and which mark
+    decides where two differ (`Sharding.marked`). Data has its blocks by `mesh` and `dims` alone.
+
     Attributes:
         mesh: the mesh.
         dims: for each tensor dim, the mesh axis indices that split it, major first. An axis of size
             1 is kept, although it splits nothing.
+        open_dims: the dims, ascending, that the partitioner may split further inside of a program.
+        priority: of several marks in a program, those of a lower number are propagated first.
 
     Example:
         >>> sharding = Sharding.of(Mesh(range(8), (4, 2), ("data", "model")), ("model", None), 2)
@@ -96,13 +108,16 @@ class Sharding:
 
     mesh: Mesh
     dims: tuple[tuple[int, ...], ...]
+    open_dims: tuple[int, ...] = ()
+    priority: int = 0
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         used = [axis for axes in self.dims for axis in axes]
         assert len(set(used)) == len(used), self.dims
         assert all(0 <= axis < len(self.mesh.mesh_shape) for axis in used), self.dims
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims)))
+        key = (self.mesh, self.dims, self.open_dims, self.priority)
+        object.__setattr__(self, "_hash", hash(key))
 
     @classmethod
     def of(cls, mesh: Mesh, partition_spec: PartitionSpecLike, ndim: int) -> "Sharding":
@@ -114,7 +129,51 @@ class Sharding:
             PartitionSpecError: the spec does not fit the mesh, or is longer than `ndim`.
             MeshError: `mesh` is not a Mesh.
         """
-        dims = validate_spec(mesh, partition_spec)
+        return cls._of_rank(mesh, validate_spec(mesh, partition_spec), ndim, partition_spec)
+
+    @classmethod
+    def marked(
+        cls, mesh: Mesh, partition_spec: PartitionSpecLike, ndim: int, *, priority: int = 0
+    ) -> "Sharding":
+        """As `of`, for a mark: the spec may have open dims, and the mark a priority.
+
+        Raises:
+            TypeError, ValueError: the priority is not a whole number of at least 0.
+
+        Example:
+            >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
+            >>> mark = Sharding.marked(mesh, (("data", PartitionSpec.OPEN),), 2, priority=1)
+            >>> mark.partition_spec, mark.open_dims, mark.priority
+            (('data', None), (0,), 1)
+        """
+        dims, open_dims = split_spec(mesh, partition_spec)
+        found = cls._of_rank(mesh, dims, ndim, partition_spec)
+        priority = require_int("priority", priority, least=0, most=_LAST_PRIORITY)
+        return found.with_hints(open_dims, priority)
+
+    def with_hints(self, open_dims: tuple[int, ...], priority: int) -> "Sharding":
+        """The same blocks, with other open dims and another priority."""
+        return self._of_parts(self.mesh, self.dims, open_dims, priority)
+
+    @property
+    def has_hints(self) -> bool:
+        """Whether a dim is open, or the priority is another than the highest."""
+        return bool(self.open_dims) or self.priority > 0
+
+    @property
+    def at_rest(self) -> "Sharding":
+        """How data lies that is marked so: without open dims and priority."""
+        return self.with_hints((), 0) if self.has_hints else self
+
+    @classmethod
+    def _of_rank(
+        cls,
+        mesh: Mesh,
+        dims: tuple[tuple[int, ...], ...],
+        ndim: int,
+        partition_spec: PartitionSpecLike,
+    ) -> "Sharding":
+        """The sharding for tensors of rank `ndim`; the spec is for the error message."""
         ndim = require_int("ndim", ndim, least=0)
         if len(dims) > ndim:
             raise PartitionSpecError(
@@ -123,11 +182,21 @@ class Sharding:
                 f"for a tensor of rank {ndim}. Keep at most {ndim} entries; "
                 "an omitted entry replicates its dim."
             )
-        dims += ((),) * (ndim - len(dims))
-        sharding = _interned.get((mesh, dims))
+        return cls._of_parts(mesh, dims + ((),) * (ndim - len(dims)), (), 0)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        mesh: Mesh,
+        dims: tuple[tuple[int, ...], ...],
+        open_dims: tuple[int, ...],
+        priority: int,
+    ) -> "Sharding":
+        key = (mesh, dims, open_dims, priority)
+        sharding = _interned.get(key)
         if sharding is None:
             with _interned_lock:
-                sharding = _interned.setdefault((mesh, dims), cls(mesh, dims))
+                sharding = _interned.setdefault(key, cls(*key))
         return sharding
 
     @property
@@ -152,7 +221,7 @@ class Sharding:
 
     @cached_property
     def partition_spec(self) -> PartitionSpecLike:
-        """The canonical partition spec, of length `ndim`.
+        """The canonical partition spec, of length `ndim`, without what is open.
 
         Each entry is None, one axis, or a tuple of two or more axes. Axes are given by name, or by
         index in an unnamed mesh.
@@ -166,6 +235,21 @@ class Sharding:
         return tuple(
             None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries
         )
+
+    @property
+    def marked_spec(self) -> PartitionSpecLike:
+        """The partition spec with `PartitionSpec.OPEN` in the open dims."""
+        entries = []
+        for dim, entry in enumerate(self.partition_spec):
+            axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            is_open = dim in self.open_dims
+            entries.append(entry if not is_open else (*axes, OPEN) if axes else OPEN)
+        return tuple(entries)
+
+    @property
+    def priority_text(self) -> str:
+        """Behind the text of a mark: its priority, if that is not the highest one."""
+        return f" at priority {self.priority}" if self.priority else ""
 
     @cached_property
     def tile_assignment(self) -> np.ndarray:
@@ -255,7 +339,12 @@ class Sharding:
         return self._replica_ids
 
     def __repr__(self) -> str:
-        return f"Sharding.of({self.mesh!r}, {self.partition_spec!r}, {self.ndim})"
+        if not self.has_hints:
+            return f"Sharding.of({self.mesh!r}, {self.partition_spec!r}, {self.ndim})"
+        return (
+            f"Sharding.marked({self.mesh!r}, {self.marked_spec!r}, {self.ndim}, "
+            f"priority={self.priority})"
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -263,7 +352,9 @@ class Sharding:
     def __reduce__(self) -> tuple[Any, ...]:
         # `dims` is itself a valid spec. `of` keeps one object per sharding, and the hash, which
         # differs between processes, stays out of the pickle.
-        return Sharding.of, (self.mesh, self.dims, self.ndim)
+        if not self.has_hints:
+            return Sharding.of, (self.mesh, self.dims, self.ndim)
+        return Sharding._of_parts, (self.mesh, self.dims, self.open_dims, self.priority)
 
     @cached_property
     def _block_coordinates(self) -> tuple[np.ndarray, ...]:
@@ -318,7 +409,7 @@ class Border:
 # Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds
 # many meshes does not keep them all.
 # Guarded by: `_interned_lock`. Cleared by: never, a cache.
-_interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = (
+_interned: "weakref.WeakValueDictionary[tuple[object, ...], Sharding]" = (
     weakref.WeakValueDictionary()
 )
 # Reentrant: the garbage collector may run a finalizer that builds a sharding while this thread

@@ -65,6 +65,8 @@ def _axes(op: Op, target: Target) -> tuple[tuple[int, ...], tuple[int, ...], int
     if entry.name != MARK_SHARDING or entry.along is not None or op.manual is not None:
         return None
     assert entry.sharding is not None
+    if entry.sharding.has_hints:  # which a manual region has no place for
+        return None
     (source,), mesh, shape = op.operands, entry.sharding.mesh, entry.spec.shape
     if len(shape) != 2 or mesh.ids != target.device_ids:
         return None

@@ -47,8 +47,14 @@ def _is_mark(op: Op) -> bool:
 
 
 def _refines(fine: Sharding | None, coarse: Sharding | None) -> bool:
-    """Whether each device's shard under `fine` is a part of its shard under `coarse`."""
+    """Whether each device's shard under `fine` is a part of its shard under `coarse`.
+
+    Not so where the finer mark has less to say: its axes come later, or it lets the partitioner
+    split a dim that the other one closes.
+    """
     assert fine is not None and coarse is not None
+    if fine.priority > coarse.priority or not {*fine.open_dims} <= {*coarse.open_dims}:
+        return False
     return fine.mesh == coarse.mesh and all(
         axes[: len(first)] == first for axes, first in zip(fine.dims, coarse.dims, strict=True)
     )
