@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
+from spmd_core import progress
 from spmd_core.program import compile_cache, compile_progress
 
 
@@ -22,8 +23,8 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch):
     made = Terminal()
     # pytest puts a stderr of its own in place when the test begins.
-    monkeypatch.setattr(compile_progress, "sys", SimpleNamespace(stderr=made))
-    monkeypatch.setattr(compile_progress, "_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(progress, "_EVERY_S", 0.001)
     return made
 
 

@@ -50,6 +50,26 @@ def test_help_and_wrong_options_import_no_framework(command, options, code):
         assert "usage: " in done.stdout + done.stderr
 
 
+def test_an_import_takes_torch_and_jax_and_not_what_programs_may_never_use():
+    """`import spmd_core` adds 0.3 s to them; each of these adds as much."""
+    slow = (
+        *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+        *("torch._dynamo", "torch._inductor", "jax.experimental.pallas", "orbax", "tensorstore"),
+        *("transformers", "safetensors", "tqdm", "rich", "importlib.metadata"),
+    )
+    program = "import torch, jax, sys; before = {*sys.modules}; import spmd_core"
+    program += f"\nprint(sorted({{*{slow!r}}} & {{*sys.modules}} - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(entry for entry in sys.path if entry)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 # What another file starts, and no user.
 CHILDREN = {
     "benchmarks/published/speed.py",

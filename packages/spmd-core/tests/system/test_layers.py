@@ -31,6 +31,7 @@ LAYERS = [
         "config",
         "dtypes",
         "files",
+        "progress",
         "releases",
         "source_lines",
         "version",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spmd_core import progress
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import parts
@@ -81,6 +82,11 @@ def load_checkpoint(
     """
     require_kind("folder", folder, str, os.PathLike, write="the folder's path")
     path = folder_at(folder)
+    with progress.shown(f"loading from {folder}"):
+        return _loaded(path, state, step, convert=convert)
+
+
+def _loaded(path: Folder, state: Mapping[str, Any], step: int | None, *, convert: bool) -> Restored:
     error: Exception | None = None
     try:
         step = found(path, None if step is None else require_int("step", step))

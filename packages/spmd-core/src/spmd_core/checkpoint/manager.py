@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from spmd_core import files, releases, source_lines
+from spmd_core import files, progress, releases, source_lines
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import loading, lock, plain
@@ -242,7 +242,8 @@ class CheckpointManager:
                 "'random' is the name of the state of torch's generator, which is saved with each "
                 "state; got a part of that name. Rename it."
             )
-        copies = staged(arrays.entries, self._memory)
+        with progress.shown(f"copying step {step} from the devices"):
+            copies = staged(arrays.entries, self._memory)
         written = Written(step, time.time(), values)
         about = {
             "format": FORMAT,
@@ -272,7 +273,8 @@ class CheckpointManager:
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        error = saving.result()
+        with progress.shown(f"writing step {saving.step} to {self._folder}"):
+            error = saving.result()
         self._memory.reuse()
         failed = None
         if error is not None:
@@ -363,6 +365,12 @@ class CheckpointManager:
         self._refuse_closed()
         self.wait()
         step = self._agreed(step)
+        with progress.shown(f"restoring step {step} from {self._folder}"):
+            return self._restored(step, state, strict=strict, check=check, convert=convert)
+
+    def _restored(
+        self, step: int, state: Mapping[str, Any], *, strict: bool, check: bool, convert: bool
+    ) -> Restored:
         error: Exception | None = None
         try:
             restoration, restored = loading.planned(

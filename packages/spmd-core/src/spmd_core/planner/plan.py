@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from spmd_core import progress
 from spmd_core.arguments import checked, require_callable, require_int, require_kind
 from spmd_core.config import config
 from spmd_core.debugging import communication
@@ -213,7 +214,8 @@ def plan(
                     left_out.append(seen.program.record)
                     continue
                 try:
-                    programs.append(_compiled(seen, found, machine_code=machine_code))
+                    with progress.shown(f"compiling {seen.program.name} for {found}"):
+                        programs.append(_compiled(seen, found, machine_code=machine_code))
                 except DeviceMemoryError as error:
                     refusals.append(str(error))
     finally:

@@ -1,27 +1,22 @@
 """Progress of long compilations, as a line on the terminal with the time that the last one took.
 
-The line is written to stderr if that is a terminal, some seconds after the compilation has begun,
-and erased at its end. The seconds of earlier compilations are stored in the folder of compiled
+The seconds of earlier compilations are stored in the folder of compiled
 programs, by the program's name. The name has the numbers of operations and inputs, so that a step
 has the same name in every run.
 """
 
 import json
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spmd_core import files
+from spmd_core import files, progress
 from spmd_core.config import config
 
 QUIET_S = 5.0  # a shorter compilation is neither shown nor kept
-_EVERY_S = 1.0
 _FILE = "compile_seconds.json"
 _MAX_KEPT = 256
-_ERASE = "\r\033[K"
 
 
 @contextmanager
@@ -36,38 +31,19 @@ def shown(name: str, num_ops: int, num_devices: int) -> Iterator[None]:
     Example of the line:
         compiling spmd_5930ops_148in: 5,930 operations, 24 s so far, 41 s last time
     """
-    key, start, has_ended = f"{name} on {num_devices}", time.perf_counter(), threading.Event()
-    line = None
-    if sys.stderr is not None and sys.stderr.isatty():
-        text = f"compiling {name}: {num_ops:,} operations"
-        arguments = (text, key, start, has_ended)
-        line = threading.Thread(target=_write, args=arguments, name="spmd-compiling", daemon=True)
-        line.start()
-    try:
+    key, start = f"{name} on {num_devices}", time.perf_counter()
+    with progress.shown(
+        f"compiling {name}: {num_ops:,} operations", quiet_s=QUIET_S, last=lambda: _last(key)
+    ):
         yield
-        seconds = time.perf_counter() - start
-        if seconds >= QUIET_S:
-            _keep(key, seconds)
-    finally:
-        has_ended.set()
-        if line is not None:
-            line.join()
+    seconds = time.perf_counter() - start
+    if seconds >= QUIET_S:
+        _keep(key, seconds)
 
 
-def _write(text: str, key: str, start: float, has_ended: threading.Event) -> None:
-    """Runs in its own thread: updates the line until the compilation has ended."""
-    if has_ended.wait(QUIET_S):
-        return
+def _last(key: str) -> str:
     before = _kept().get(key)
-    last = "" if before is None else f", {before:.0f} s last time"
-    with suppress(OSError, ValueError):  # the terminal is gone
-        while True:
-            sys.stderr.write(f"{_ERASE}{text}, {time.perf_counter() - start:.0f} s so far{last}")
-            sys.stderr.flush()
-            if has_ended.wait(_EVERY_S):
-                break
-        sys.stderr.write(_ERASE)
-        sys.stderr.flush()
+    return "" if before is None else f", {before:.0f} s last time"
 
 
 def _path() -> Path | None:

@@ -4,13 +4,14 @@ import functools
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from spmd_core import counters, dtypes, releases, source_lines
+from spmd_core import counters, dtypes, progress, releases, source_lines
 from spmd_core.errors import ProgramError
 from spmd_core.runtime import abstract, watch
 from spmd_core.runtime.abstract import AbstractArray
@@ -23,6 +24,8 @@ from spmd_core.sharding.process_parts import ProcessPart
 _KEPT_BYTES = 1 << 20
 # A block in host memory of this size has pages of its own.
 _OWN_BYTES = 1 << 20
+# An upload of this size is shown on a terminal.
+_SHOWN_BYTES = 1 << 28
 # The alignment, in bytes, at which a CPU device uses the memory of a numpy array without a copy.
 _ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
@@ -40,7 +43,7 @@ def upload(
     data = dtypes.numpy_view(tensor.detach().contiguous())
     counters.count("uploads")
     counters.count("uploaded_bytes", data.nbytes)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), _shown(data):
         if padded_shape == data.shape:
             if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
                 return jax.device_put(data, jax_sharding)
@@ -48,6 +51,13 @@ def upload(
         return jax.make_array_from_callback(
             padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape)
         )
+
+
+def _shown(data: np.ndarray) -> AbstractContextManager[Any]:
+    """A line on the terminal about a large upload."""
+    if data.nbytes < _SHOWN_BYTES:
+        return nullcontext()
+    return progress.shown(f"uploading {data.dtype}{[*data.shape]}, {data.nbytes / 1e9:.1f} GB")
 
 
 def full(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spmd_core import dtypes
+from spmd_core import dtypes, progress
 from spmd_core.arguments import require_kind
 from spmd_core.errors import DataError
 from spmd_core.graph.storage import Storage
@@ -193,9 +193,12 @@ def load_safetensors(
     for name, found in sources.items():
         if found:
             stored[found[0]].check(_blocks(tensors[name]))
-    for name, found in sources.items():
-        if found:
-            _load(tensors[name], stored[found[0]])
+    total = sum(tensors[name].nbytes for name, found in sources.items() if found)
+    with progress.shown(f"loading {path}", total_bytes=total) as advance:
+        for name, found in sources.items():
+            if found:
+                _load(tensors[name], stored[found[0]])
+                advance(tensors[name].nbytes)
     return LoadedKeys(missing, unexpected)
 
 

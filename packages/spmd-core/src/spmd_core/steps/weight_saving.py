@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spmd_core import dtypes, files
+from spmd_core import dtypes, files, progress
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.errors import DataError
 from spmd_core.files import Unfinished
@@ -106,13 +106,17 @@ def save_safetensors(
     target, writes = Path(folder).expanduser(), processes.is_master()
     unfinished: list[Unfinished] = []  # the files that are written so far
     error = _made(target) if writes else None
-    for number, part in enumerate(parts, start=1):
-        name = MODEL_FILE if len(parts) == 1 else _PART_FILE.format(number, len(parts))
-        if writes and error is None:
-            error = _write(target / name, part, header_text, unfinished)
-        elif processes.process_count() > 1:
-            # The process that writes needs the others to gather, and they need it, if it failed.
-            _gather(_on_host(part))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with progress.shown(f"saving {target}", total_bytes=total) as advance:
+        for number, part in enumerate(parts, start=1):
+            name = MODEL_FILE if len(parts) == 1 else _PART_FILE.format(number, len(parts))
+            if writes and error is None:
+                error = _write(target / name, part, header_text, unfinished)
+            elif processes.process_count() > 1:
+                # The process that writes needs the others to gather, and they need it, if it
+                # failed.
+                _gather(_on_host(part))
+            advance(sum(tensor.nbytes for tensor in part.values()))
     if writes and error is None:
         index = _index(parts) if len(parts) > 1 else None
         with files.one_at_a_time(target):  # else the parts of two saves could be mixed
