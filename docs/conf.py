@@ -5,16 +5,18 @@ clone, where people read the files, and on the site. A line `<!-- made by: NAME 
 replaced with what `scripts/site_pages` writes at build time.
 """
 
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [
+_SOURCES = [
     str(ROOT),
     *(str(ROOT / "packages" / name / "src") for name in ("spmd-core", "spmd-data")),
 ]
+sys.path[:0] = _SOURCES
 
 from scripts.site_pages import PAGES, text_forms  # noqa: E402 - needs the path above
 
@@ -47,11 +49,28 @@ maximum_signature_line_length = 88
 
 # --- Notebooks: run by the build, and again where their text has changed -------------------------
 nb_execution_mode = "cache"
-nb_execution_cache_path = os.environ.get("SPMD_DOCS_CACHE", str(ROOT / "build/notebooks"))
+nb_execution_cache_path = str(ROOT / "build/notebooks")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-nb_kernel_rgx_aliases = {".*": "python3"}
+
+# Their kernel is this Python, whatever kernels the user has, with the packages of this clone.
+_KERNEL = ROOT / "build/jupyter/kernels/python3/kernel.json"
+_KERNEL.parent.mkdir(parents=True, exist_ok=True)
+_KERNEL.write_text(
+    json.dumps(
+        {
+            "argv": [
+                *(sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
+                "--log-level=ERROR",
+            ],
+            "display_name": "Python 3",
+            "language": "python",
+            "env": {"PYTHONPATH": os.pathsep.join(_SOURCES)},
+        }
+    )
+)
+os.environ["JUPYTER_PATH"] = str(ROOT / "build/jupyter")
 
 # --- Looks ----------------------------------------------------------------------------------------
 html_theme = "furo"

@@ -28,8 +28,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 setup_environment
 
 [ "$fresh" = no ] || rm -rf build/site build/doctrees build/notebooks
-# A notebook's kernel finds the packages where pytest does.
-export PYTHONPATH="$PWD/packages/spmd-core/src:$PWD/packages/spmd-data/src:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export JUPYTER_PLATFORM_DIRS=1
 python -m sphinx -c docs -b html -d build/doctrees -W --keep-going -q . build/site
 echo "written: build/site/index.html"

@@ -299,6 +299,17 @@ def test_mixed_precision(mesh):
     torch.testing.assert_close(grad.cpu(), model[0].up.weight.grad, rtol=0.1, atol=2e-3)
 
 
+def test_mixed_precision_of_a_parameter_that_the_axis_does_not_split(mesh):
+    """As the bias of a layer whose input dims are split over another axis."""
+    layer = nn.Linear(D, D).to("xla")
+    spmd.mark_sharding(layer.bias, mesh, ())
+    fully_shard(layer, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    out = layer(torch.randn(16, D).to("xla"))
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert layer.bias.grad.dtype == torch.float32 and layer.bias.grad.tolist() == [16.0] * D
+
+
 def test_autocast_keeps_no_converted_copy(mesh):
     block = fully_shard(nn.Linear(D, D), mesh)
     saved = []

@@ -83,6 +83,13 @@ def test_the_samples_of_checkpoints_run(monkeypatch, tmp_path):
     assert {path.name for path in tmp_path.glob("*.*")} == {"model.safetensors", "run.pt", "old.pt"}
 
 
+def test_the_lines_of_the_tutorial_are_those_of_the_file():
+    page = (ROOT / "docs/tutorials/first_gpt2.md").read_text()
+    shown = re.findall(r"```py\n(.*?)```", page, re.S)
+    file = (ROOT / "examples/minimal.py").read_text()
+    assert len(shown) > 5 and [lines for lines in shown if lines not in file] == []
+
+
 @pytest.mark.exhaustive  # as it runs in this process, and other samples as programs
 def test_the_first_sample_runs_as_a_program():
     (code,) = next(samples()).values

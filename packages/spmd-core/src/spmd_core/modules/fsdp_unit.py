@@ -84,8 +84,13 @@ class _GatherPlan:
 
 @lru_cache(maxsize=4096)
 def _plan(sharding: Sharding, layout: UnitAxes, precision: Precision) -> _GatherPlan | None:
-    """How to gather a parameter; None if the unit's axis does not split it."""
-    if sharding.mesh != layout.mesh or not any(layout.axis in axes for axes in sharding.dims):
+    """How to gather a parameter; None if it is used as it is.
+
+    A parameter that the unit's axis does not split, such as the bias behind a sum over `tensor`,
+    is whole already; `param_dtype` is that of all of a unit's parameters.
+    """
+    is_split = any(layout.axis in axes for axes in sharding.dims)
+    if sharding.mesh != layout.mesh or not (is_split or precision.param_dtype):
         return None
     sharded = tuple(axes or None for axes in sharding.dims)
     whole = tuple(
