@@ -26,7 +26,7 @@ from spmd_core.graph.recorders import Recorder
 from spmd_core.graph.values import Value
 from spmd_core.program.index_flag import NONE_FAILED, Check
 from spmd_core.program.program_graph import RecordedGraph
-from spmd_core.runtime.devices import num_processes
+from spmd_core.runtime.devices import is_started, num_processes
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,11 @@ def _describe(program: _Started, number: int) -> str:
 def _warn_at_exit() -> None:
     """At the end of the process, warns of failed checks that no read has raised.
 
-    With several processes, it does not wait for the devices, as one process may have failed.
+    With several processes, it does not wait for the devices, as one process may have failed. A
+    process that used no device has none started here.
     """
+    if not is_started():
+        return
     try:
         raise_if_found(None if num_processes() == 1 else 0, of_all_threads=True)
     except IndexRangeError as error:
