@@ -74,6 +74,17 @@ def test_console_scripts_help_at_once(name):
     assert name == "spmd-launch" or name in command_line.SCRIPTS
 
 
+def test_the_release_script_says_what_it_does_and_refuses_other_options():
+    script = ROOT / "scripts" / "release.sh"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    assert "It uploads nothing." in done.stdout and "--no-tag" in done.stdout
+    assert "set -euo" not in done.stdout
+    done = subprocess.run([script, "--upload"], capture_output=True, text=True)
+    assert (
+        done.returncode == 2 and "no option --upload; see scripts/release.sh --help" in done.stderr
+    )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.one_device
 @pytest.mark.parametrize("package", PACKAGES)
