@@ -8,7 +8,8 @@
 #   --reuse    imports the wheels beside the packages of the active environment, or .venv, on its
 #              Python alone: no download of torch and jax. Without it, each Python that is there
 #              (3.11, 3.13) gets a bare environment with what the wheels require, which is
-#              gigabytes where pip prefers a CUDA build of torch: PIP_CONSTRAINT=constraints.txt takes the pinned one
+#              gigabytes where pip prefers a CUDA build of torch: PIP_CONSTRAINT=constraints.txt takes
+#              the pinned one
 #
 # A release: set __version__ in packages/spmd-core/src/spmd_core/version.py and `version` in the
 # other packages' pyproject.toml, commit, run this. A version with .dev is built and not tagged.
