@@ -3,13 +3,19 @@
 Legend: B sequences, T tokens, D width, E experts, F their hidden size, V vocabulary.
 """
 
-import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+import copy
+from collections.abc import Callable
 
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import spmd_core as spmd
 from benchmarks.auto_models.manual import HIDDEN, by_rules
 from benchmarks.auto_models.model import Built, Model, adamw, tokens, train_step
 from examples.gpt2.presets import BATCH_AXES
-from examples.gpt2.shardings import LOGITS_BTV, Spec
+from examples.gpt2.shardings import LOGITS_BTV, Spec, on_mesh
 from examples.llama_tp.model import next_token_loss
 from examples.training.attention import CAUSAL_SDPA
 from examples.training.remat import recompute
@@ -53,18 +59,62 @@ def build(size: str, device: str | torch.device) -> Built:
     return model, optimizer, step, (x, y)
 
 
+# Gates and their factors are halves of one dim, which no axis splits evenly in each half: the axis
+# tensor splits experts as fsdp does.
+WEIGHT_AXES = ("tensor", "fsdp")
+UP: Spec = (None, None, WEIGHT_AXES)
+DOWN: Spec = (None, WEIGHT_AXES, None)
+TOKENS: Spec = ((*BATCH_AXES, "tensor"), None)
 # Linear weights are (out, in); those of experts (E, out, in).
 PARAMETERS: dict[str, Spec] = {
     r"(model\.embed_tokens|lm_head)\.weight": (("tensor", "fsdp"), None),
     r".*\.[qkv]_proj\.weight": ("tensor", "fsdp"),
     r".*\.o_proj\.weight": ("fsdp", "tensor"),
-    r".*\.gate_up_proj": (None, "tensor", "fsdp"),
-    r".*\.down_proj": (None, "fsdp", "tensor"),
+    r".*\.gate_up_proj": UP,
+    r".*\.down_proj": DOWN,
     r".*(gate|norm)\.weight": (None,),
 }
 OUTPUTS: dict[str, Spec] = {
     r"model\.(embed_tokens|layers\.\d+|norm)": HIDDEN,
-    r".*\.mlp\.experts": (BATCH_AXES, None),  # (B·T, D)
     r"lm_head": LOGITS_BTV,
 }
-MODEL = Model("mixtral", tuple(SIZES), build, by_rules(PARAMETERS, OUTPUTS))
+BY_RULES = by_rules(PARAMETERS, OUTPUTS)
+
+
+def on_local_tokens(
+    experts: nn.Module, mesh: spmd.Mesh
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The forward of a layer's experts, in which each device sorts a part of the tokens alone.
+
+    Tokens are sorted by their expert before the products. Sorted over all devices, they would all
+    have to move. So a device gathers the weights, and its gradients are reduce-scattered.
+
+    Args:
+        experts: takes tokens (B·T, D), the experts that each goes to, and their shares.
+        mesh: the mesh, of which all axes split the tokens.
+    """
+    inner = copy.copy(experts)  # whose forward stays
+    axes = tuple(axis for axis in WEIGHT_AXES if axis in mesh.shape())
+
+    def local(*args: Tensor) -> Tensor:
+        *tokens, up, down = args
+        if axes:
+            up, down = (spmd.manual.all_gather(w, axes, d) for w, d in ((up, 2), (down, 1)))
+        weights = {"gate_up_proj": up, "down_proj": down}
+        result: Tensor = torch.func.functional_call(inner, weights, tuple(tokens))
+        return result
+
+    rows, up, down = (on_mesh(spec, mesh) for spec in (TOKENS, UP, DOWN))
+    mapped = spmd.shard_map(local, mesh, [rows, rows, rows, up, down], rows)
+    return lambda *tokens: mapped(*tokens, experts.gate_up_proj, experts.down_proj)
+
+
+def shard(model: nn.Module, inputs: tuple[Tensor, ...], mesh: spmd.Mesh) -> None:
+    """Marks by rules, and experts whose tokens stay where they are."""
+    BY_RULES["fsdp"](model, inputs, mesh)
+    for module in model.modules():
+        if isinstance(module, MixtralExperts):
+            module.forward = on_local_tokens(module, mesh)
+
+
+MODEL = Model("mixtral", tuple(SIZES), build, dict.fromkeys(BY_RULES, shard))

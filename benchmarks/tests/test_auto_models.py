@@ -56,6 +56,7 @@ def test_losses_are_those_of_eager_torch(
     right, _, right_step, _ = MODELS[name].build("tiny", "cpu")
     model, _, step, inputs = MODELS[name].build("tiny", "xla")
     MODELS[name].manual[strategy](model, inputs, mesh_of(strategy, num_devices))
+    assert not spmd.metrics.counter("executions"), "weights and inputs are drawn as marked"
     spmd.sync()
     # On the device other random numbers are drawn.
     model.load_state_dict(right.state_dict())
