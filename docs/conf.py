@@ -5,6 +5,7 @@ clone, where people read the files, and on the site. A line `<!-- made by: NAME 
 replaced with what `scripts/site_pages` writes at build time.
 """
 
+import functools
 import json
 import os
 import re
@@ -94,9 +95,18 @@ _WHERE_THERE = ("../auto_sharding",)
 _MADE_BY = re.compile(r"^<!-- made by: (\w+) -->$", re.M)
 
 
+@functools.cache
+def _part(name):
+    return PAGES[name]()
+
+
+def _with_made(text):
+    return _MADE_BY.sub(lambda found: _part(found[1]), text)
+
+
 def _made(app, docname, source):
     """Replaces each line that names a function of `scripts/site_pages` with what that writes."""
-    source[0] = _MADE_BY.sub(lambda found: PAGES[found[1]](), source[0])
+    source[0] = _with_made(source[0])
     for name in _WHERE_THERE:
         if not (ROOT / "docs/guides" / f"{name}.md").exists():
             source[0] = source[0].replace(f"\n{name}\n", "\n")
@@ -115,7 +125,7 @@ def _outdated(app, env, added, changed, removed):
 def _write_text_forms(app, error):
     """Beside the pages of the site, their text in two files, and a page that leads to the front."""
     if error is None and app.builder.format == "html":
-        text_forms.write(Path(app.outdir), app.env, ROOT)
+        text_forms.write(Path(app.outdir), app.env, ROOT, _with_made)
 
 
 def setup(app):

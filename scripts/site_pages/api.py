@@ -84,7 +84,9 @@ def _public(module: ModuleType) -> list[tuple[str, Any]]:
     names = getattr(module, "__all__", None) or [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and str(getattr(value, "__module__", "spmd")).startswith("spmd")
     ]
     return [(name, getattr(module, name)) for name in names]
 
@@ -132,8 +134,5 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "()"
     text = _PREFIX.sub(r"\1", re.sub(r"<[^<>]*>", "...", text))
-    return (
-        re.sub(r"^\((self|cls)(, )?", "(", text).replace("'", "")
-        if "..." in text
-        else re.sub(r"^\((self|cls)(, )?", "(", text)
-    )
+    text = re.sub(r"^\((self|cls)(, )?", "(", text)
+    return re.sub(r"(: |-> )'([^']+)'", r"\1\2", text)  # annotations that are texts

@@ -1,6 +1,7 @@
 """Beside the site's pages: `llms.txt`, `llms-full.txt`, and a page that leads to the front."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ _FRONT = """<!doctype html>
 """
 
 
-def write(out: Path, env: Any, root: Path) -> None:
+def write(out: Path, env: Any, root: Path, with_made: Callable[[str], str]) -> None:
     """Writes the three files into the folder of the built site.
 
     `llms.txt` has a line for each page of the tables of contents, with its first sentence;
-    `llms-full.txt` has the text of all of them, as the files have it.
+    `llms-full.txt` has the text of all of them, as the files have it, with what is made.
+
+    Args:
+        out: the folder.
+        env: Sphinx's environment, which knows the tables of contents.
+        root: the repository.
+        with_made: puts what is made from sources into the text of a page.
     """
     (out / "index.html").write_text(_FRONT)
     names = _in_order(env, env.config.root_doc)
@@ -31,7 +38,7 @@ def write(out: Path, env: Any, root: Path) -> None:
         path = Path(env.doc2path(name))
         title = env.titles[name].astext() if name in env.titles else name
         short.append(f"- [{title}]({name}.html): {_summary(path)}")
-        whole.append(f"<!-- {name}.md -->\n\n{path.read_text().strip()}\n")
+        whole.append(f"<!-- {name}.md -->\n\n{with_made(path.read_text()).strip()}\n")
     (out / "llms.txt").write_text("\n".join(short) + "\n")
     (out / "llms-full.txt").write_text("\n\n".join(whole))
 
@@ -51,10 +58,10 @@ def _in_order(env: Any, root: str) -> list[str]:
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of the first paragraph."""
+    """The first sentence of the first paragraph that is no heading, code or table."""
     text = re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.S)
+    text = re.sub(r"^(```+|:::+)[^\n]*\n.*?^\1$", "", text, flags=re.S | re.M)
     for block in re.split(r"\n\s*\n", text):
-        block = block.strip()
-        if block and not re.match(r"[#<!:`|(+{-]", block):
-            return " ".join(re.split(r"(?<=[.!?:])\s", " ".join(block.split()))[:1])
+        if block.strip() and not re.match(r"\s*(#|<|!|\||-|:|\()", block):
+            return re.split(r"(?<=[.!?])\s", " ".join(block.split()), maxsplit=1)[0]
     return ""

@@ -30,7 +30,7 @@ MODULES = {
 @pytest.mark.slow
 def test_samples():
     samples = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
-    assert len(samples) == 5
+    assert len(samples) == 6
     # One process for all: its devices are chosen before the first sample.
     count = spmd.global_runtime_device_count()
     variables = {

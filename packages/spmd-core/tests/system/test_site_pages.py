@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import spmd_core as spmd
-from scripts.site_pages import PAGES, docstrings, messages, settings
+from scripts.site_pages import PAGES, docstrings, messages, settings, text_forms
 
 ROOT = Path(__file__).parents[4]
 
@@ -63,6 +63,12 @@ def test_each_setting_and_variable_is_described():
     for name in vars(spmd.config):
         assert f"spmd_core.config.{name}\n" in made
     assert [name for name in settings.variables_read() if f"`{name}" not in page] == []
+
+
+def test_the_list_of_pages_has_each_ones_first_sentence(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("---\na: 1\n---\n\n# Title\n\n```python\nx = 1.\n```\n\nOne is\nsaid. Two.\n")
+    assert text_forms._summary(page) == "One is said."
 
 
 def test_docstrings_become_markdown():
