@@ -156,8 +156,9 @@ def _from_local(module: ModuleType, original: Callable[..., Any]) -> Callable[..
     return convert
 
 
-def _change(module: ModuleType) -> None:
-    module._dtensor_init_helper = _factory(module, module._dtensor_init_helper)  # type: ignore[attr-defined]
+def _change(module: Any) -> None:
+    if hasattr(module, "_dtensor_init_helper"):  # private: a release may lack it
+        module._dtensor_init_helper = _factory(module, module._dtensor_init_helper)
     replace_body(module.distribute_tensor, _distribute(dtensor.distribute_tensor, module))
     replace_body(module.distribute_module, _distribute(dtensor.distribute_module, module))
     module.DTensor.from_local = staticmethod(_from_local(module, module.DTensor.from_local))

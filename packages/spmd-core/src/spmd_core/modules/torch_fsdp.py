@@ -7,6 +7,7 @@ change values, or where they are, is refused by its name.
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -339,8 +340,7 @@ def install(
         return make(**dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:]))
 
     cls.__new__ = new
-    api = inspect.getmodule(module.StateDictType)
-    assert api is not None
+    api = importlib.import_module("torch.distributed.fsdp.api")
     _replace(cls, "set_state_dict_type", functools.partial(_set_state_dict_type, api))
     _replace(cls, "get_state_dict_type", functools.partial(_settings, api))
     _replace(cls, "summon_full_params", _summon_full_params)

@@ -1,5 +1,7 @@
 """Replaces what a Python function does, for those who imported its name before, too."""
 
+import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +20,17 @@ def replace_body(function: Any, make: Callable[[Callable[..., Any]], Callable[..
     """Makes a function of a module call `make(original)`, where `original` does what it did.
 
     The function stays the same object, so `from module import function` before this call gets the
-    replacement as well. Its signature and documentation stay.
+    replacement as well. Its signature and documentation stay. A function with a closure, such as a
+    decorated one, gets the replacement in its module alone.
 
     Args:
-        function: a function without a closure.
+        function: a function of a module.
         make: gets the original, and returns what to call instead.
     """
-    assert function.__closure__ is None
+    if function.__closure__ is not None:
+        replacement = functools.wraps(function)(make(function))
+        setattr(sys.modules[function.__module__], function.__name__, replacement)
+        return
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
