@@ -281,6 +281,24 @@ FAULTS = (
         "first[: len(axes)] == axes",
     ),
     Fault(
+        "spmd_core/program/passes/refined_marks.py",
+        "a mark goes although one of a lower priority follows",
+        "if fine.priority > coarse.priority or not",
+        "if not",
+    ),
+    Fault(
+        "spmd_core/program/shardy_constraints.py",
+        "an input's sharding is propagated before all marks, whatever its priority",
+        "constrain(barrier.bind(x), named, (), priority)\n\n\ndef result_of",
+        "constrain(x, named, (), priority)\n\n\ndef result_of",
+    ),
+    Fault(
+        "spmd_core/program/shardy_constraints.py",
+        "an open dim is closed",
+        "is_closed=dim not in open_dims",
+        "is_closed=True",
+    ),
+    Fault(
         "spmd_core/program/passes/fused_projections.py",
         "the gradient of a fused projection's weight keeps the order of devices",
         "        if value in self._ordered:\n            sections, dim = self._ordered.pop(value)",
