@@ -41,6 +41,7 @@ source_suffix = {".md": "myst-nb"}
 # --- Pages: MyST, whose links and anchors are checked ---------------------------------------------
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
+smartquotes = False  # the texts of errors and settings are to be searched for as they are
 nitpicky = True
 # Names of types in signatures are texts: most are torch's, whose pages the build does not read.
 nitpick_ignore_regex = [("py:.*", ".*")]

@@ -53,11 +53,5 @@ def _section(name: str, text: str, found: list[Message]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text of a message as Markdown; what a call fills in is in italics."""
-    pieces = re.split(r"(\{[^{}]*\})", text.strip().rstrip("."))
-    return "".join(
-        f"‹{piece[1:-1].replace('_', ' ')}›"
-        if re.fullmatch(r"\{[^{}]*\}", piece)
-        else re.sub(r"([\\`*_{}\[\]<>#|$~])", r"\\\1", piece)
-        for piece in pieces
-    )
+    """The text of a message as Markdown."""
+    return re.sub(r"([\\`*_{}\[\]<>#|$~])", r"\\\1", text.strip().rstrip("."))

@@ -24,7 +24,7 @@ class Message:
 
     Attributes:
         kind: the class of the exception, or "Warning".
-        text: the whole text; `{name}` and `{…}` stand for what a call got.
+        text: the whole text; `‹name›` and `‹…›` stand for what a call got.
         source: the file, relative to its package's folder of sources.
     """
 
@@ -68,7 +68,7 @@ def _of_file(tree: ast.Module) -> Iterator[tuple[str, str]]:
                     yield "NotImplementedError", f"{parts[0]} {parts[1]}. {parts[2]}"
             elif kind:
                 text = _text(node.args[0], texts)
-                if text and len(re.sub(r"\{[^}]*\}", "", text).split()) > 2 and "." in text:
+                if text and len(re.sub(r"‹[^›]*›", "", text).split()) > 2 and "." in text:
                     yield kind, text
 
 
@@ -126,11 +126,11 @@ def _gap_or_text(node: ast.AST, texts: dict[str, str]) -> str:
 
 
 def _gap(node: ast.AST) -> str:
-    """`{name}` for a name or an attribute, `{…}` for more."""
-    if isinstance(node, ast.Name):
-        return f"{{{node.id}}}"
-    if isinstance(node, ast.Attribute):
-        return f"{{{node.attr}}}"
+    """`‹name›` for a name or an attribute, `‹…›` for more."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        words = "type" if name == "__name__" else name.strip("_").lower().replace("_", " ")
+        return f"‹{words}›"
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
         return _gap(node.args[0])
-    return "{…}"
+    return "‹…›"
