@@ -287,10 +287,10 @@ FAULTS = (
         "if not",
     ),
     Fault(
-        "spmd_core/program/shardy_constraints.py",
+        "spmd_core/program/fold.py",
         "an input's sharding is propagated before all marks, whatever its priority",
-        "constrain(barrier.bind(x), named, (), priority)\n\n\ndef result_of",
-        "constrain(x, named, (), priority)\n\n\ndef result_of",
+        "if sharding is None or not sharding.priority or",
+        "if sharding is None or sharding.priority or",
     ),
     Fault(
         "spmd_core/program/shardy_constraints.py",

@@ -333,13 +333,16 @@ class Fold:
         )
 
     def _at_priority(self, x: Input, array: jax.Array) -> jax.Array:
-        """An input whose mark has another priority than the highest, which jax gives to all."""
+        """An input whose mark has another priority than the highest, which jax gives to all.
+
+        What jax gives ends at a closed constraint, whose axes are propagated at their own priority.
+        """
         placement = x.leaf.placement
         sharding = placement.sharding
         if sharding is None or not sharding.priority or self._num_devices == 1:
             return array
         named = self._target.mesh(placement.device_sharding)
-        return shardy_constraints.input_of(array, named, sharding.priority)
+        return shardy_constraints.constrain(array, named, (), sharding.priority)
 
     def _without_padding(self, x: Input, array: jax.Array) -> jax.Array:
         """An input as torch sees it; a value that is local to a manual region stays as it is."""
@@ -389,7 +392,7 @@ class Fold:
             sharding = output.sharding
             if sharding is not None and sharding.priority and self._num_devices > 1:
                 named = self._target.mesh(self._target.named(sharding))
-                x = shardy_constraints.result_of(x, named, sharding.priority)
+                x = shardy_constraints.constrain(x, named, (), sharding.priority)
             if id(x) in returned:
                 # jit would return the same buffer twice, and donating one result later would delete
                 # the other.

@@ -16,7 +16,7 @@ from spmd_core.ops.kernels import threefry
 from spmd_core.program.affine_sizes import Affine, GrowthRefusedError
 from spmd_core.program.padded_arrays import Capacity, Padded, compacted, reshaped
 from spmd_core.program.padded_equation import Equation
-from spmd_core.program.shardy_constraints import PROPAGATION_BARRIER, SHARDY_CONSTRAINT
+from spmd_core.program.shardy_constraints import SHARDY_CONSTRAINT
 
 Rule = Callable[[Equation], Sequence[Any]]
 
@@ -486,7 +486,6 @@ RULES: dict[str, Rule] = {
     "rev": _reversed,
     "sharding_constraint": _constraint,
     SHARDY_CONSTRAINT: _constraint,
-    PROPAGATION_BARRIER: _each_operand,
     "slice": _slice,
     "sort": _sort,
     "split": _split,

@@ -1,4 +1,4 @@
-"""Sharding constraints with open dims and priorities, and barriers that keep shardings apart.
+"""Sharding constraints with open dims and priorities.
 
 jax's own constraint closes each dim that has axes, and knows no priorities. Shardy has both (its
 user priorities), in the operation `sdy.sharding_constraint`, which these functions write.
@@ -20,14 +20,12 @@ _sdy = releases.jax_module(
     "DimensionShardingAttr",
     "MeshAttr",
     "MeshAxisAttr",
-    "PropagationBarrierOp",
-    "PropagationDirection",
     "ShardingConstraintOp",
     "TensorShardingAttr",
 )
 
-# The names of the primitives in a jaxpr.
-SHARDY_CONSTRAINT, PROPAGATION_BARRIER = "spmd_shardy_constraint", "spmd_propagation_barrier"
+# The primitive's name in a jaxpr.
+SHARDY_CONSTRAINT = "spmd_shardy_constraint"
 
 
 def constrain(
@@ -43,22 +41,6 @@ def constrain(
     """
     constraint: Any = _constraint()
     result: jax.Array = constraint.bind(x, sharding=named, open_dims=open_dims, priority=priority)
-    return result
-
-
-def input_of(x: jax.Array, named: NamedSharding, priority: int) -> jax.Array:
-    """An input of the program, which has this sharding, propagated at this priority.
-
-    jax gives each input its sharding at priority 0, which therefore ends at a barrier.
-    """
-    barrier: Any = _barrier()
-    return constrain(barrier.bind(x), named, (), priority)
-
-
-def result_of(x: jax.Array, named: NamedSharding, priority: int) -> jax.Array:
-    """A result of the program, which will have this sharding, as `input_of` backwards."""
-    barrier: Any = _barrier()
-    result: jax.Array = barrier.bind(constrain(x, named, (), priority))
     return result
 
 
@@ -84,20 +66,7 @@ def _constraint() -> Any:
         layout = _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get(mesh), dims)
         return _sdy.ShardingConstraintOp(x, layout).results
 
-    return _identity(SHARDY_CONSTRAINT, lower)
-
-
-@functools.cache
-def _barrier() -> Any:
-    return _identity(
-        PROPAGATION_BARRIER,
-        lambda context, x: _sdy.PropagationBarrierOp(x, _sdy.PropagationDirection.NONE).results,
-    )
-
-
-def _identity(name: str, lower: Any) -> Any:
-    """A primitive of one array, which is its result."""
-    primitive = _core.Primitive(name)
+    primitive = _core.Primitive(SHARDY_CONSTRAINT)
     primitive.def_abstract_eval(lambda x, **parameters: x)
     primitive.def_impl(lambda x, **parameters: x)
     _mlir.register_lowering(primitive, lower)
