@@ -121,12 +121,24 @@ def operation_flops(graph: RecordedGraph) -> Iterator[tuple[Phase | None, str, i
     """
     for node, times in _operations(graph):
         for entry, runs, phase in _runs(node.entry, node.origin):
-            packet = _packet(entry)
-            formula = flop_counter.flop_registry.get(packet)
-            if formula is not None:
-                args, kwargs, out = _call(entry, packet)
-                flops = int(formula(*args, **kwargs, out_val=out))
-                yield phase, str(packet), times * runs * flops
+            flops = _flops(entry)
+            if flops is not None:
+                yield phase, str(_packet(entry)), times * runs * flops
+
+
+def entry_flops(entry: Entry) -> int:
+    """The FLOPs of one operation on whole tensors, as `operation_flops` counts them; or 0."""
+    return sum(runs * (_flops(inner) or 0) for inner, runs, _ in _runs(entry, None))
+
+
+def _flops(entry: Entry) -> int | None:
+    """The FLOPs of an operation; None if torch has no formula for it."""
+    packet = _packet(entry)
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is None:
+        return None
+    args, kwargs, out = _call(entry, packet)
+    return int(formula(*args, **kwargs, out_val=out))
 
 
 def _runs(entry: Entry, origin: Origin | None) -> Iterator[tuple[Entry, int, Phase | None]]:

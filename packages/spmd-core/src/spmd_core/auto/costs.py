@@ -1,0 +1,299 @@
+"""The modelled cost of a choice: compute, memory traffic, collectives and resharding, in seconds.
+
+The costs of ring algorithms on n devices, for `b` bytes of the whole along the axis: an all-gather
+and a reduce-scatter send b (n-1)/n, an all-reduce twice as much, an all-to-all b (n-1)/n**2 (Thakur
+et al., "Optimization of Collective Communication Operations in MPICH", 2005).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd_core.auto.groups import Groups
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.step_graph import Operation
+from spmd_core.ops.kernels.traits import Elements
+
+NONE = -1  # the choice not to split
+Choice = list[int]  # for each tie the class that an axis splits, or NONE
+
+# The part of the tensors of a fused chain of operations that XLA writes to memory and reads again.
+_MATERIALISED = 0.5
+
+
+@dataclass(frozen=True)
+class AxisCosts:
+    """The costs of one axis's choices, given those of the other axes.
+
+    Attributes:
+        options: for each tie the classes that the axis may split, NONE first.
+        own: for each tie the seconds of each option.
+        between: for pairs of ties, the seconds of each pair of options.
+    """
+
+    options: tuple[tuple[int, ...], ...]
+    own: tuple[np.ndarray, ...]
+    between: dict[tuple[int, int], np.ndarray]
+
+    def total(self, choice: Sequence[int]) -> float:
+        """The seconds of a choice."""
+        at = [options.index(c) for options, c in zip(self.options, choice)]
+        own = sum(float(costs[i]) for costs, i in zip(self.own, at))
+        return own + sum(float(x[at[a], at[b]]) for (a, b), x in self.between.items())
+
+
+class CostModel:
+    """The costs of a step on a mesh of this shape."""
+
+    def __init__(self, groups: Groups, mesh_shape: Sequence[int], machine: Machine) -> None:
+        self.groups, self.mesh_shape, self.machine = groups, tuple(mesh_shape), machine
+        self.num_ties = max(groups.tie) + 1
+        members: list[list[int]] = [[] for _ in range(self.num_ties)]
+        for number, tie in enumerate(groups.tie):
+            members[tie].append(number)
+        self.members = members
+
+    def options(self, axis: int, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
+        """The classes of each tie that an axis may split, given what the other axes split."""
+        found = []
+        for tie, members in enumerate(self.members):
+            one = self.groups.groups[members[0]]
+            allowed = [NONE]
+            for c, sizes in enumerate(one.sizes):
+                shards = self.mesh_shape[axis]
+                for other, choice in enumerate(choices):
+                    if other != axis and choice[tie] == c:
+                        shards *= self.mesh_shape[other]
+                if c not in one.fixed and all(_is_even(size, shards) for size in sizes):
+                    allowed.append(c)
+            found.append(tuple(allowed))
+        return tuple(found)
+
+    def axis_costs(self, axis: int, choices: Sequence[Choice]) -> AxisCosts:
+        """The costs of each choice of an axis, given those of the others."""
+        options = self.options(axis, choices)
+        own = [np.zeros(len(x)) for x in options]
+        between: dict[tuple[int, int], np.ndarray] = {}
+        ties, groups = self.groups.tie, self.groups
+        for i, operation in enumerate(groups.step.operations):
+            tie = ties[groups.of_operation[i]]
+            own[tie] += self._work(i, operation, axis, choices, options[tie])
+            for position, (t, rule_position) in enumerate(
+                [*operation.operands, *operation.results]
+            ):
+                group = groups.of_tensor[t]
+                if group == groups.of_operation[i]:
+                    continue
+                is_result = position >= len(operation.operands)
+                found = self._moves(
+                    i, operation, t, rule_position, is_result, axis, choices,
+                    options[tie], options[ties[group]],
+                )  # fmt: skip
+                other = ties[group]
+                if other == tie:
+                    own[tie] += np.diagonal(found)
+                elif tie < other:
+                    between[tie, other] = between.get((tie, other), 0) + found
+                else:
+                    between[other, tie] = between.get((other, tie), 0) + found.T
+        return AxisCosts(options, tuple(own), between)
+
+    def _work(
+        self,
+        number: int,
+        operation: Operation,
+        axis: int,
+        choices: Sequence[Choice],
+        options: Sequence[int],
+    ) -> np.ndarray:
+        """The seconds of an operation for each option, with the reductions inside of it."""
+        costs, share = self.plain_work(number, operation, axis, choices, options)
+        groups = self.groups
+        # Along a dim that the results keep, and over which something is reduced, as in a softmax.
+        for f in operation.factors:
+            c = groups.factor_class[number, f]
+            if c in options:
+                for t, i in operation.results:
+                    kept = any(f in dim for dim in operation.rule.results[i])
+                    if kept and f in operation.rule.reduced[i]:
+                        size = groups.step.tensors[t].num_bytes / operation.rule.sizes[f]
+                        costs[list(options).index(c)] += 2 * self._all_reduce(axis, share * size)
+                        break
+        return costs
+
+    def plain_work(
+        self,
+        number: int,
+        operation: Operation,
+        axis: int,
+        choices: Sequence[Choice],
+        options: Sequence[int],
+    ) -> tuple[np.ndarray, float]:
+        """The seconds in which a device computes its part of an operation.
+
+        Returns:
+            For each option; and the part that the other axes leave to a device.
+        """
+        groups, tie = self.groups, self.groups.tie[self.groups.of_operation[number]]
+        classes = {groups.factor_class[number, f] for f in operation.factors}
+        share = 1.0
+        for other, choice in enumerate(choices):
+            if other != axis and choice[tie] in classes:
+                share /= self.mesh_shape[other]
+        traffic = 0.0
+        if operation.entry.traits.elements > Elements.PERMUTED:
+            most = max((groups.step.tensors[t].num_bytes for t, _ in operation.dims), default=0)
+            size = sum(groups.step.tensors[t].num_bytes for t, _ in operation.dims)
+            part = 1.0 if not operation.is_light else _MATERIALISED
+            traffic = part * (size if operation.entry.traits.by_item else min(size, 3 * most))
+        seconds = share * max(
+            operation.flops / self.machine.flops, traffic / self.machine.memory_bytes_per_s
+        )
+        n = self.mesh_shape[axis]
+        costs = np.array([seconds / n if c in classes else seconds for c in options])
+        return costs, share
+
+    def _moves(
+        self,
+        number: int,
+        operation: Operation,
+        tensor: int,
+        position: int,
+        is_result: bool,
+        axis: int,
+        choices: Sequence[Choice],
+        options: Sequence[int],
+        held: Sequence[int],
+    ) -> np.ndarray:
+        """The seconds of collectives between an operation and a tensor of another group.
+
+        Returns:
+            For each option of the operation and each of the tensor.
+        """
+        groups = self.groups
+        size = self._bytes(tensor, axis, choices)
+        dims = (operation.rule.results if is_result else operation.rule.operands)[position]
+        costs = np.zeros((len(options), len(held)))
+        if not dims or size == 0:
+            return costs
+        partial = set()
+        needs: list[int | None] = []
+        for c in options:
+            factor = next(
+                (f for f in operation.factors if groups.factor_class[number, f] == c), None
+            )
+            dim = None
+            if factor is not None:
+                dim = next((d for d, own in enumerate(dims) if own[:1] == (factor,)), None)
+                if is_result and dim is None and operation.partial(position, factor):
+                    partial.add(len(needs))
+            needs.append(dim)
+        has = [groups.dim_of(tensor, c) if c != NONE else None for c in held]
+        for a, need in enumerate(needs):
+            for b, have in enumerate(has):
+                if a in partial:
+                    costs[a, b] = (
+                        self._all_reduce(axis, size) if have is None else self._gather(axis, size)
+                    )
+                else:
+                    source, target = (need, have) if is_result else (have, need)
+                    costs[a, b] = self._reshard(axis, size, source, target)
+        return costs
+
+    def _bytes(self, tensor: int, axis: int, choices: Sequence[Choice]) -> float:
+        """The bytes of a tensor that a device has, without a split along this axis."""
+        size = float(self.groups.step.tensors[tensor].num_bytes)
+        tie = self.groups.tie[self.groups.of_tensor[tensor]]
+        for other, choice in enumerate(choices):
+            if other != axis and choice[tie] != NONE:
+                if self.groups.dim_of(tensor, choice[tie]) is not None:
+                    size /= self.mesh_shape[other]
+        return size
+
+    def _reshard(self, axis: int, size: float, source: int | None, target: int | None) -> float:
+        if source == target or source is None:
+            return 0.0
+        return self._gather(axis, size) if target is None else self._exchange(axis, size)
+
+    def _seconds(self, axis: int, sent: float) -> float:
+        stride = int(np.prod(self.mesh_shape[axis + 1 :], dtype=np.int64))
+        bandwidth = self.machine.bandwidth(stride, self.mesh_shape[axis])
+        return sent / bandwidth + self.machine.latency_s
+
+    def _gather(self, axis: int, size: float) -> float:
+        n = self.mesh_shape[axis]
+        return self._seconds(axis, size * (n - 1) / n)
+
+    def _all_reduce(self, axis: int, size: float) -> float:
+        n = self.mesh_shape[axis]
+        return self._seconds(axis, 2 * size * (n - 1) / n)
+
+    def _exchange(self, axis: int, size: float) -> float:
+        n = self.mesh_shape[axis]
+        return self._seconds(axis, size * (n - 1) / n**2)
+
+    def memory_rows(self, axis: int, choices: Sequence[Choice]) -> Iterator[list[np.ndarray]]:
+        """The bytes of each tie's options at the points of the step where most is alive."""
+        options = self.options(axis, choices)
+        n = self.mesh_shape[axis]
+        for alive in self.alive:
+            rows = [np.zeros(len(x)) for x in options]
+            for tensor in alive:
+                tie = self.groups.tie[self.groups.of_tensor[tensor]]
+                size = self._bytes(tensor, axis, choices)
+                for i, c in enumerate(options[tie]):
+                    is_split = c != NONE and self.groups.dim_of(tensor, c) is not None
+                    rows[tie][i] += size / n if is_split else size
+            yield rows
+
+    @property
+    def alive(self) -> list[list[int]]:
+        """The tensors that are alive at some points of the step: at its peak, and at its end."""
+        if not hasattr(self, "_alive"):
+            self._alive = _alive(self.groups)
+        return self._alive
+
+
+def _is_even(size: int, shards: int) -> bool:
+    """Whether a size is split evenly, or with little padding."""
+    return size % shards == 0 or size >= 8 * shards
+
+
+def _alive(groups: Groups) -> list[list[int]]:
+    """The stored tensors at the end of the forward, and at the peak of bytes."""
+    step = groups.step
+    stored = list(range(len(step.tensors)))  # views are stored as what they view
+    for operation in step.operations:
+        traits = operation.entry.traits
+        if traits.elements <= Elements.PERMUTED and operation.operands:
+            stored[operation.results[0][0]] = stored[operation.operands[traits.source][0]]
+    last: dict[int, int] = {}
+    for i, operation in enumerate(step.operations):
+        for t, _ in operation.dims:
+            last[stored[t]] = i
+    end = len(step.operations)
+    replaced = {step.outputs[o]: leaf for leaf, o in step.updated.items()}
+    for t in step.outputs:
+        if t not in replaced:
+            last[stored[t]] = end
+    kept = [t for t, x in enumerate(step.tensors) if x.leaf is not None]
+    made = {stored[t]: i for i, o in enumerate(step.operations) for t, _ in o.results}
+    born: dict[int, list[int]] = {}
+    for t, i in made.items():
+        # What replaces a leaf takes over its buffer; what is read at once is fused.
+        if t not in replaced and step.tensors[t].leaf is None and last.get(t, i) - i > 2:
+            born.setdefault(i, []).append(t)
+    alive: dict[int, None] = {}
+    best: tuple[int, list[int]] = (0, [])
+    size = 0
+    for i in range(end):
+        for t in born.get(i, ()):
+            alive[t] = None
+            size += step.tensors[t].num_bytes
+        if size >= best[0]:
+            best = (size, list(alive))
+        for t in [t for t in alive if last[t] == i]:
+            del alive[t]
+            size -= step.tensors[t].num_bytes
+    return [[*kept, *best[1]], [*kept, *alive]]

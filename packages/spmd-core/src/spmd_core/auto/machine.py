@@ -1,0 +1,76 @@
+"""What devices do in a second, for the search's model: FLOPs, memory and collectives by axis."""
+
+from dataclasses import dataclass
+
+import jax
+
+from spmd_core.chips import chip_of
+
+# For emulated devices, which share a host's cores and memory: what one of eight does on two cores
+# of a server, within a factor of two. Only the ratios decide, and they differ little among hosts.
+_CPU_FLOPS, _CPU_MEMORY, _CPU_LINKS, _CPU_LATENCY_S = 1.2e10, 2.5e9, 1.2e9, 2e-4
+_LATENCY_S = 4e-6  # of a collective between neighbours
+_GPU_NETWORK = 25e9  # bytes/s of a GPU's share of its host's network; makers state none
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a search; all figures are of one device.
+
+    Attributes:
+        name: of the device's kind.
+        num_devices: how many there are.
+        flops: FLOP/s.
+        memory_bytes_per_s: bandwidth of its memory.
+        links_bytes_per_s: bandwidth to the other devices of its slice, or host.
+        network_bytes_per_s: bandwidth to other slices.
+        latency_s: seconds that a collective takes at least.
+        memory_bytes: its memory; None if the host's memory is shared.
+        slice_size: the number of devices of a slice.
+    """
+
+    name: str
+    num_devices: int
+    flops: float
+    memory_bytes_per_s: float
+    links_bytes_per_s: float
+    network_bytes_per_s: float
+    latency_s: float
+    memory_bytes: int | None
+    slice_size: int
+
+    @staticmethod
+    def of(devices: tuple[jax.Device, ...]) -> "Machine":
+        """The machine of these devices, by the data sheet of their chip (`chips`)."""
+        kind = devices[0].device_kind
+        slices = {getattr(device, "slice_index", 0) for device in devices}
+        per_slice = len(devices) // len(slices)
+        chip = chip_of(kind)
+        if chip is None:
+            figures = (_CPU_FLOPS, _CPU_MEMORY, _CPU_LINKS, _CPU_LINKS, _CPU_LATENCY_S)
+            return Machine(kind, len(devices), *figures, None, per_slice)
+        share = chip.devices_per_chip
+        links = chip.links_bytes_per_s / share
+        network = (chip.dcn_bytes_per_s or _GPU_NETWORK) / share
+        memory = (chip.usable_hbm_bytes or chip.hbm_bytes) // share
+        return Machine(
+            kind,
+            len(devices),
+            chip.peak_flops / share,
+            chip.hbm_bytes_per_s / share,
+            links,
+            network,
+            _LATENCY_S,
+            memory,
+            per_slice,
+        )
+
+    def bandwidth(self, stride: int, size: int) -> float:
+        """Bytes/s of a collective along a mesh axis, by ring algorithms.
+
+        Args:
+            stride: the number of devices from one position along the axis to the next.
+            size: the number of positions.
+        """
+        crosses = stride * size > self.slice_size
+        return self.network_bytes_per_s if crosses else self.links_bytes_per_s

@@ -1,0 +1,162 @@
+"""The best choice of one mesh axis after the other, by integer programs.
+
+For each axis, each tie chooses a class or none; pairs of ties have costs. With products of choices
+as variables of their own, constrained by their marginals (the local polytope), that is a mixed
+integer program, which HiGHS solves (Huangfu and Hall, 2018). Axes take turns until none changes its
+choice, as the best choice of one depends on those of the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, sparse
+
+from spmd_core.auto.costs import NONE, AxisCosts, Choice, CostModel
+
+_MOST_SWEEPS = 3
+_GAP = 1e-3
+_MOST_NODES = 500  # of branch and bound; a limit of time would make results differ
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Choices for all axes.
+
+    Attributes:
+        choices: for each axis, for each tie the class that it splits, or NONE.
+        seconds: the modelled time of a step.
+        bytes: the modelled memory of a device.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+    seconds: float
+    bytes: float
+
+
+def solve(
+    model: CostModel,
+    *,
+    memory: float | None = None,
+    allowed: Sequence[Mapping[int, Sequence[int]]] = (),
+) -> Solution | None:
+    """The choices of least modelled time whose memory fits; None if none is found.
+
+    Args:
+        model: the costs.
+        memory: the bytes of a device; None for no limit.
+        allowed: for each axis, for some ties the classes that it may choose.
+    """
+    num_axes = len(model.mesh_shape)
+    choices: list[Choice] = [[NONE] * model.num_ties for _ in range(num_axes)]
+    for sweep in range(_MOST_SWEEPS):
+        before = [list(c) for c in choices]
+        for axis in range(num_axes):
+            # While later axes have not chosen, they split nothing: what they may save is unknown.
+            rest = int(np.prod(model.mesh_shape[axis + 1 :], dtype=np.int64)) if not sweep else 1
+            limit = None if memory is None else memory * rest
+            found = _axis(model, axis, choices, limit, allowed[axis] if allowed else {})
+            if found is None:
+                return None
+            choices[axis] = found
+        if choices == before or num_axes == 1:
+            break
+    seconds = evaluate(model, choices)
+    return Solution(tuple(map(tuple, choices)), seconds, memory_of(model, choices))
+
+
+def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
+    """The modelled seconds of all axes' choices."""
+    lists = [list(c) for c in choices]
+    total = 0.0
+    for axis in range(len(lists)):
+        costs = model.axis_costs(axis, lists)
+        total += costs.total(lists[axis])
+        if axis:  # the work is in each axis's costs, and counts once
+            total -= _work(model, lists, costs, axis)
+    return total
+
+
+def _work(model: CostModel, choices: list[Choice], costs: AxisCosts, axis: int) -> float:
+    work = 0.0
+    groups = model.groups
+    for i, operation in enumerate(groups.step.operations):
+        tie = groups.tie[groups.of_operation[i]]
+        options = costs.options[tie]
+        at = options.index(choices[axis][tie])
+        work += float(model.plain_work(i, operation, axis, choices, options)[0][at])
+    return work
+
+
+def memory_of(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
+    """The modelled bytes of a device at its peak."""
+    lists = [list(c) for c in choices]
+    options = model.options(0, lists)
+    return max(
+        sum(float(row[options[tie].index(lists[0][tie])]) for tie, row in enumerate(rows))
+        for rows in model.memory_rows(0, lists)
+    )
+
+
+def _axis(
+    model: CostModel,
+    axis: int,
+    choices: Sequence[Choice],
+    memory: float | None,
+    allowed: Mapping[int, Sequence[int]],
+) -> Choice | None:
+    """The best choice of one axis, given the others."""
+    costs = model.axis_costs(axis, choices)
+    first = np.cumsum([0, *(len(x) for x in costs.options)])
+    num_choices = int(first[-1])
+    # Pairs between which nothing ever moves need no variables.
+    pairs = [(a, b, x) for (a, b), x in sorted(costs.between.items()) if x.any()]
+    start, at = [], num_choices
+    for _, _, x in pairs:
+        start.append(at)
+        at += x.size
+    objective = np.concatenate([*costs.own, *(x.reshape(-1) for _, _, x in pairs)])
+    rows, columns, values, low, high = [], [], [], [], []
+
+    def row(entries: list[tuple[int, float]], least: float, most: float) -> None:
+        for column, value in entries:
+            rows.append(len(low))
+            columns.append(column)
+            values.append(value)
+        low.append(least)
+        high.append(most)
+
+    for tie, options in enumerate(costs.options):
+        row([(int(first[tie]) + i, 1.0) for i in range(len(options))], 1, 1)
+    for (a, b, x), base in zip(pairs, start):
+        for i in range(x.shape[0]):
+            cells = [(base + i * x.shape[1] + j, 1.0) for j in range(x.shape[1])]
+            row([*cells, (int(first[a]) + i, -1.0)], 0, 0)
+        for j in range(x.shape[1]):
+            cells = [(base + i * x.shape[1] + j, 1.0) for i in range(x.shape[0])]
+            row([*cells, (int(first[b]) + j, -1.0)], 0, 0)
+    if memory is not None:
+        for sizes in model.memory_rows(axis, choices):
+            scaled = np.concatenate(sizes) / memory
+            row([(i, float(x)) for i, x in enumerate(scaled) if x], -np.inf, 1)
+    upper = np.ones(len(objective))
+    for tie, classes in allowed.items():
+        for i, c in enumerate(costs.options[tie]):
+            if c not in classes:
+                upper[int(first[tie]) + i] = 0
+    scale = float(objective.max()) or 1.0
+    found = optimize.milp(
+        objective / scale,
+        integrality=np.r_[np.ones(num_choices), np.zeros(len(objective) - num_choices)],
+        bounds=optimize.Bounds(0, upper),
+        constraints=optimize.LinearConstraint(
+            sparse.csr_array((values, (rows, columns)), shape=(len(low), len(objective))), low, high
+        ),
+        options={"mip_rel_gap": _GAP, "node_limit": _MOST_NODES, "presolve": True},
+    )
+    if found.x is None:
+        return None
+    return [
+        options[int(np.argmax(found.x[int(first[tie]) : int(first[tie + 1])]))]
+        for tie, options in enumerate(costs.options)
+    ]
