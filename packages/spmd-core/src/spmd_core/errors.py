@@ -17,6 +17,7 @@
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     ├── PlanError            (ValueError, RuntimeError)  a plan cannot be made as asked
+    ├── AutoShardingError    (RuntimeError)              no sharding is found for a step
     ├── CheckpointError      (RuntimeError, ValueError)  a checkpoint cannot be written or taken
     ├── PlanReadError        (RuntimeError)              what is planned reads a value
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
@@ -101,6 +102,10 @@ class PlanReadError(SpmdError, RuntimeError):
 
 class DataError(SpmdError, ValueError):
     """Host data cannot be loaded, batched or sharded as asked."""
+
+
+class AutoShardingError(SpmdError, RuntimeError):
+    """Shardings cannot be found: marks contradict each other, none fits, a step cannot be read."""
 
 
 class CheckpointError(SpmdError, RuntimeError, ValueError):

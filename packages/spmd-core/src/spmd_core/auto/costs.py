@@ -5,8 +5,9 @@ and a reduce-scatter send b (n-1)/n, an all-reduce twice as much, an all-to-all 
 et al., "Optimization of Collective Communication Operations in MPICH", 2005).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -53,6 +54,24 @@ class CostModel:
         for number, tie in enumerate(groups.tie):
             members[tie].append(number)
         self.members = members
+        kinds: dict[Hashable, list[int]] = {}
+        for i, operation in enumerate(groups.step.operations):
+            kinds.setdefault(self._kind(i, operation), []).append(i)
+        # One operation of each kind, and how many there are.
+        self.operations = [(same[0], len(same)) for same in kinds.values()]
+
+    def _kind(self, number: int, operation: Operation) -> Hashable:
+        """What decides an operation's costs: equal keys have the same."""
+        groups = self.groups
+        return (
+            groups.tie[groups.of_operation[number]],
+            id(operation.entry),
+            -1 if operation.entry.traits.by_item else operation.part,
+            tuple(
+                (groups.tie[groups.of_tensor[t]], id(groups.step.tensors[t].spec))
+                for t, _ in operation.dims
+            ),
+        )
 
     def options(self, axis: int, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
         """The classes of each tie that an axis may split, given what the other axes split."""
@@ -76,9 +95,10 @@ class CostModel:
         own = [np.zeros(len(x)) for x in options]
         between: dict[tuple[int, int], np.ndarray] = {}
         ties, groups = self.groups.tie, self.groups
-        for i, operation in enumerate(groups.step.operations):
+        for i, times in self.operations:
+            operation = groups.step.operations[i]
             tie = ties[groups.of_operation[i]]
-            own[tie] += self._work(i, operation, axis, choices, options[tie])
+            own[tie] += times * self._work(i, operation, axis, choices, options[tie])
             for position, (t, rule_position) in enumerate(
                 [*operation.operands, *operation.results]
             ):
@@ -86,7 +106,7 @@ class CostModel:
                 if group == groups.of_operation[i]:
                     continue
                 is_result = position >= len(operation.operands)
-                found = self._moves(
+                found = times * self._moves(
                     i, operation, t, rule_position, is_result, axis, choices,
                     options[tie], options[ties[group]],
                 )  # fmt: skip
@@ -239,20 +259,31 @@ class CostModel:
         n = self.mesh_shape[axis]
         for alive in self.alive:
             rows = [np.zeros(len(x)) for x in options]
-            for tensor in alive:
+            for tensor, times in alive:
                 tie = self.groups.tie[self.groups.of_tensor[tensor]]
-                size = self._bytes(tensor, axis, choices)
+                size = times * self._bytes(tensor, axis, choices)
                 for i, c in enumerate(options[tie]):
                     is_split = c != NONE and self.groups.dim_of(tensor, c) is not None
                     rows[tie][i] += size / n if is_split else size
             yield rows
 
-    @property
-    def alive(self) -> list[list[int]]:
-        """The tensors that are alive at some points of the step: at its peak, and at its end."""
-        if not hasattr(self, "_alive"):
-            self._alive = _alive(self.groups)
-        return self._alive
+    @cached_property
+    def alive(self) -> list[list[tuple[int, int]]]:
+        """The tensors that are alive at the peak of the step, and at its end.
+
+        One of each kind, and how many there are.
+        """
+        points = []
+        groups = self.groups
+        for alive in _alive(groups):
+            kinds: dict[Hashable, list[int]] = {}
+            for t in alive:
+                spec = groups.step.tensors[t].spec
+                classes = tuple(groups.tensor_class.get((t, d), -1) for d in range(len(spec.shape)))
+                key = (groups.tie[groups.of_tensor[t]], id(spec.logical), classes)
+                kinds.setdefault(key, []).append(t)
+            points.append([(same[0], len(same)) for same in kinds.values()])
+        return points
 
 
 def _is_even(size: int, shards: int) -> bool:

@@ -80,11 +80,12 @@ def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
 def _work(model: CostModel, choices: list[Choice], costs: AxisCosts, axis: int) -> float:
     work = 0.0
     groups = model.groups
-    for i, operation in enumerate(groups.step.operations):
+    for i, times in model.operations:
+        operation = groups.step.operations[i]
         tie = groups.tie[groups.of_operation[i]]
         options = costs.options[tie]
         at = options.index(choices[axis][tie])
-        work += float(model.plain_work(i, operation, axis, choices, options)[0][at])
+        work += times * float(model.plain_work(i, operation, axis, choices, options)[0][at])
     return work
 
 

@@ -76,9 +76,12 @@ class Operation:
 
     @cached_property
     def is_light(self) -> bool:
-        """Whether its results have the dims of its operands: nothing is summed or looked up."""
+        """Whether its results have the dims of its operands: nothing is summed or looked up.
+
+        A mark is not light: what it reads may be split in another way.
+        """
         kept = {f for _, i in self.results for dim in self.rule.results[i] for f in dim}
-        if self.flops or not kept.issuperset(self.factors):
+        if self.flops or self.entry.sharding is not None or not kept.issuperset(self.factors):
             return False
         return not any(
             self.rule.reduced[i].difference(f for dim in self.rule.results[i] for f in dim)

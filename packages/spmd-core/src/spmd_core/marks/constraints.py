@@ -24,19 +24,31 @@ def constrained(
 
     Call it under the graph lock.
     """
-    entry = known(
-        (name, value.spec, sharding, along, summed_over),
+    entry = mark_entry(value.spec, sharding, name, along=along, summed_over=summed_over)
+    return Value(entry, (value,), ())
+
+
+def mark_entry(
+    spec: Spec,
+    sharding: Sharding,
+    name: str = MARK_SHARDING,
+    *,
+    along: tuple[int, ...] | None = None,
+    summed_over: tuple[int, ...] | None = None,
+) -> Entry:
+    """The operation that marks a tensor of this spec; see `Entry` for `along` and `summed_over`."""
+    return known(
+        (name, spec, sharding, along, summed_over),
         lambda: Entry(
             name,
             _identity,
-            (value.spec,),
+            (spec,),
             sharding=sharding,
             along=along,
             summed_over=summed_over,
             traits=SAME,
         ),
     )
-    return Value(entry, (value,), ())
 
 
 def constrained_copy(

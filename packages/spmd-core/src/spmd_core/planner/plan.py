@@ -4,17 +4,16 @@ The process's devices are replaced by those of the topology (`runtime.devices.ex
 libtpu compiles without a TPU. Arrays are then abstract (`runtime.abstract`): they have no elements,
 and reading one is refused. Nothing else knows of plans. XLA writes the buffer assignment of each
 program to a folder (`planner.buffer_text`), and the graph tells the use of each buffer
-(`planner.memory_uses`).
+(`planner.program_plan`).
 """
 
-import functools
 import gc
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,15 @@ import torch
 from spmd_core import progress
 from spmd_core.arguments import checked, require_callable, require_int, require_kind
 from spmd_core.config import config
-from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
-from spmd_core.planner import buffer_text, memory_uses
-from spmd_core.planner.costs import costs_of
-from spmd_core.planner.memory_program import compile_buffers
 from spmd_core.planner.memory_uses import MemoryUse
 from spmd_core.planner.planned import ProgramPlan, TopologyPlan
+from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology, find_topology
 from spmd_core.program import execution
-from spmd_core.program.compilation import build
 from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.abstract import AbstractArray
@@ -240,33 +235,22 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
         DeviceMemoryError: the program does not fit.
     """
     planned = seen.program
-    if topology.request is None or planned.is_compiled:
-        program = planned.compiled
-    else:
-        compiler = functools.partial(compile_buffers, topology=topology, machine_code=machine_code)
-        program = build(planned.graph, planned.name, compiler=compiler, names=lambda: planned.names)
-    record = program.record
-    assert program.dump_folder is not None
-    memory = buffer_text.read(program.dump_folder)
-    hlo = program.compiled_text()
-    shutil.rmtree(program.dump_folder)
-    roles = memory_uses.roles(program.graph, seen.kept)
-    rows = memory_uses.at_peak(program.graph, roles, memory, hlo, program.lowered.num_packed)
-    collectives = communication.of_text(hlo, program.lowered)
-    by_part = {**memory_uses.sums(rows), MemoryUse.ELSEWHERE: seen.elsewhere}
-    if machine_code:
-        by_part[MemoryUse.CODE] = record.code_bytes
-    return ProgramPlan(
-        record.name,
-        planned.record.source,
-        planned.record.executions,
-        seen.is_step,
-        record.trace_s + record.compile_s,
-        {part: n for part, n in by_part.items() if n},
-        rows,
-        memory.argument_bytes + memory.new_result_bytes,
-        collectives,
-        costs_of(program.graph, hlo, memory, collectives, topology),
+    found = program_plan(
+        planned.graph,
+        planned.name,
+        topology,
+        program=planned.compiled if planned.is_compiled else None,
+        kept=seen.kept,
+        names=planned.names,
+        machine_code=machine_code,
+    )
+    parts = {**found.parts, MemoryUse.ELSEWHERE: seen.elsewhere}
+    return replace(
+        found,
+        source=planned.record.source,
+        executions=planned.record.executions,
+        is_step=seen.is_step,
+        parts={part: n for part, n in parts.items() if n},
     )
 
 

@@ -1,0 +1,168 @@
+"""Candidates of a search: the best choices by the model, for each mesh shape and kind."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from spmd_core.auto.costs import NONE, CostModel
+from spmd_core.auto.groups import Groups
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.solve import Solution, solve
+from spmd_core.errors import AutoShardingError
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
+
+# A parameter of fewer bytes may stay whole in the kind that splits parameters.
+_SMALL_BYTES = 1 << 16
+_MOST_AXES = 3
+
+
+class Kind(Enum):
+    """What a candidate was asked for, beside the least time."""
+
+    FREE = "least time"
+    REPLICATED = "parameters whole on each device"
+    SHARDED = "parameters split over the first axis"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice for one mesh shape.
+
+    Attributes:
+        mesh_shape: sizes of the axes, the major one first.
+        kind: what was asked for.
+        solution: the choice, with its modelled time and memory.
+    """
+
+    mesh_shape: tuple[int, ...]
+    kind: Kind
+    solution: Solution
+
+
+def mesh_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of meshes of all devices with at most three axes, those of few axes first.
+
+    Example:
+        >>> mesh_shapes(8)
+        ((8,), (2, 4), (4, 2), (2, 2, 2))
+    """
+    if num_devices == 1:
+        return ((1,),)
+    sizes = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
+    found: list[tuple[int, ...]] = []
+    for count in range(1, _MOST_AXES + 1):
+        for shape in itertools.product(sizes, repeat=count):
+            product = 1
+            for n in shape:
+                product *= n
+            if product == num_devices:
+                found.append(shape)
+    return tuple(found)
+
+
+def candidates(
+    groups: Groups, machine: Machine, *, mesh: Mesh | None, memory: float | None
+) -> list[Candidate]:
+    """The candidates, by modelled time; several of equal time and memory are one.
+
+    Args:
+        groups: the step.
+        machine: the devices.
+        mesh: the mesh; None to try all shapes of meshes of the machine's devices.
+        memory: the modelled bytes that a device has; None for no limit.
+
+    Raises:
+        AutoShardingError: marks of the user contradict each other.
+    """
+    shapes = mesh_shapes(machine.num_devices) if mesh is None else (tuple(mesh.mesh_shape),)
+    found: dict[tuple[float, float], Candidate] = {}
+    for shape in shapes:
+        model = CostModel(groups, shape, machine)
+        marks = fixed(groups, len(shape))
+        for kind in Kind:
+            allowed = _allowed(model, marks, kind)
+            solution = solve(model, memory=memory, allowed=allowed)
+            if solution is not None:
+                # Equal figures: the same choice on axes of another order, or of fewer devices.
+                key = (round(solution.seconds, 9), round(solution.bytes))
+                found.setdefault(key, Candidate(shape, kind, solution))
+    return sorted(found.values(), key=lambda x: (x.solution.seconds, x.solution.bytes))
+
+
+def _allowed(
+    model: CostModel, marks: Sequence[Mapping[int, int]], kind: Kind
+) -> list[dict[int, Sequence[int]]]:
+    """For each axis the classes that some ties may choose."""
+    groups = model.groups
+    found: list[dict[int, Sequence[int]]] = [
+        {tie: (c,) for tie, c in of_axis.items()} for of_axis in marks
+    ]
+    if kind is Kind.FREE:
+        return found
+    for leaf in groups.step.updated:
+        tie = groups.tie[groups.of_tensor[leaf]]
+        one = groups.groups[groups.of_tensor[leaf]]
+        is_small = groups.step.tensors[leaf].num_bytes < _SMALL_BYTES
+        for axis, of_axis in enumerate(found):
+            if tie in marks[axis]:
+                continue
+            if kind is Kind.REPLICATED:
+                of_axis[tie] = (NONE,)
+            elif axis == 0 and not is_small:
+                options = model.options(0, [[NONE] * model.num_ties for _ in model.mesh_shape])
+                if len(options[tie]) > 1:
+                    of_axis[tie] = tuple(c for c in range(len(one.sizes)))
+    return found
+
+
+def fixed(groups: Groups, num_axes: int) -> list[dict[int, int]]:
+    """For each axis the classes that the user's marks choose, by tie.
+
+    Raises:
+        AutoShardingError: marks of the user contradict each other.
+    """
+    found: list[dict[int, int]] = [{} for _ in range(num_axes)]
+    chosen_by: dict[tuple[int, int], int] = {}
+    for t, sharding in _marked(groups):
+        tie = groups.tie[groups.of_tensor[t]]
+        for axis in range(num_axes):
+            dim = next((d for d, axes in enumerate(sharding.dims) if axis in axes), None)
+            c = NONE if dim is None else groups.tensor_class.get((t, dim), NONE)
+            before = found[axis].setdefault(tie, c)
+            first = chosen_by.setdefault((axis, tie), t)
+            if before != c:
+                raise AutoShardingError(_contradiction(groups, first, t, axis))
+    return found
+
+
+def _marked(groups: Groups) -> Iterator[tuple[int, Sharding]]:
+    for t, tensor in enumerate(groups.step.tensors):
+        if tensor.fixed is not None:
+            yield t, tensor.fixed
+
+
+def _contradiction(groups: Groups, first: int, second: int, axis: int) -> str:
+    tensors = groups.step.tensors
+    names = [_described(groups, t) for t in (first, second)]
+    specs = [
+        getattr(tensors[t].fixed, "partition_spec", None) for t in (first, second)
+    ]
+    return (
+        "marks of tensors that a step combines element by element must split the same dims; got "
+        f"{names[0]} marked with {specs[0]} and {names[1]} with {specs[1]}, which differ along axis "
+        f"{axis} of the mesh. Remove one of the marks with clear_sharding, or give both one spec."
+    )
+
+
+def _described(groups: Groups, tensor: int) -> str:
+    step = groups.step
+    one = step.tensors[tensor]
+    maker = step.makers[tensor]
+    if one.leaf is not None:
+        return f"input {one.leaf} of shape {list(one.spec.shape)}"
+    assert maker is not None
+    operation = step.operations[maker]
+    where = "" if operation.origin is None else f" at {operation.origin}"
+    return f"a result of shape {list(one.spec.shape)}{where}"

@@ -1,0 +1,205 @@
+"""Decides among candidates by compilation: memory, collectives and FLOPs of the compiled program."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmd_core.auto.axis_names import axis_names
+from spmd_core.auto.candidates import Candidate, Kind, candidates
+from spmd_core.auto.groups import Groups
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import Shardings, marked, shardings
+from spmd_core.errors import AutoShardingError, DeviceMemoryError
+from spmd_core.graph.storage import Storage
+from spmd_core.planner.planned import ProgramPlan
+from spmd_core.planner.program_plan import program_plan
+from spmd_core.planner.topology import Topology
+from spmd_core.runtime import abstract
+from spmd_core.sharding.mesh import Mesh
+
+# The part of a device's memory for which the first candidates are made: the model is not exact.
+_MARGIN = 0.9
+# How often the search begins again with less memory, as no compiled candidate fits.
+_MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate, and what its compiled program takes on one device.
+
+    Attributes:
+        candidate: the candidate.
+        shardings: its shardings.
+        program: what the compiler says; None if it was not compiled, or does not fit.
+        seconds: the modelled time of the compiled program; None without one.
+        refusal: the compiler's words for a program that does not fit.
+    """
+
+    candidate: Candidate
+    shardings: Shardings
+    program: ProgramPlan | None = None
+    seconds: float | None = None
+    refusal: str = ""
+
+
+def decide(
+    groups: Groups,
+    topology: Topology,
+    *,
+    mesh: Mesh | None,
+    memory: int | None,
+    most: int,
+    objective: str,
+    names: Mapping[Storage, str],
+    report: Callable[[str], None] = lambda text: None,
+) -> list[Tried]:
+    """The candidates, the best one first; the others that were compiled, then the rest.
+
+    Args:
+        groups: the step.
+        topology: the devices to compile for.
+        mesh: the mesh; None to choose one.
+        memory: the bytes of a device; None for no limit.
+        most: how many candidates to compile at a time; 0 to decide by the model alone.
+        objective: "time" or "memory".
+        names: the names of tensors, for errors.
+        report: called with what is being done.
+
+    Raises:
+        AutoShardingError: no program fits, or marks contradict each other.
+    """
+    machine = Machine.of(topology.devices)
+    limit = None if memory is None else memory * _MARGIN
+    tried: list[Tried] = []
+    rest: list[Tried] = []
+    for _ in range(_MOST_ROUNDS):
+        found = candidates(groups, machine, mesh=mesh, memory=limit)
+        made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
+        if objective == "memory":
+            made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
+        known = {x.shardings for x in tried}
+        made = [x for x in made if x.shardings not in known]
+        if not most:
+            if not made:
+                break
+            return made
+        chosen = _diverse(made, most)
+        rest = [x for x in made if x not in chosen]
+        tried += _compiled(groups, chosen, topology, machine, names, report)
+        fitting = [
+            x
+            for x in tried
+            if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
+        ]
+        if fitting:
+            best = min(fitting, key=lambda x: _rank(x, objective))
+            others = sorted(
+                (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
+            )
+            return [best, *others, *rest]
+        assert memory is not None and limit is not None
+        limit = min(limit * 0.7, _tighter(tried, memory))
+    raise AutoShardingError(_nothing_fits(groups, tried, topology, memory))
+
+
+def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
+    if mesh is not None:
+        return mesh
+    size = 1
+    for n in candidate.mesh_shape:
+        size *= n
+    return Mesh(range(size), candidate.mesh_shape, axis_names(groups, candidate))
+
+
+def _rank(one: Tried, objective: str) -> tuple[float, float]:
+    assert one.program is not None and one.seconds is not None
+    figures = (one.seconds, float(one.program.peak_bytes))
+    return figures if objective == "time" else (figures[1], figures[0])
+
+
+def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
+    """The best candidate, the best one of each other kind, and then the next best."""
+    chosen: list[Tried] = list(made[:1])
+    for kind in (Kind.SHARDED, Kind.REPLICATED):
+        best = next((x for x in made if x.candidate.kind is kind), None)
+        if best is not None and best not in chosen:
+            chosen.append(best)
+    for one in made:
+        if one not in chosen:
+            chosen.append(one)
+    return chosen[:most]
+
+
+def _compiled(
+    groups: Groups,
+    chosen: Sequence[Tried],
+    topology: Topology,
+    machine: Machine,
+    names: Mapping[Storage, str],
+    report: Callable[[str], None],
+) -> list[Tried]:
+    """The candidates with the figures of their programs."""
+    folder = Path(tempfile.mkdtemp(prefix="spmd-auto-"))
+    run = abstract.Run(folder, lambda program, leaves: None, lambda: None)
+    found = []
+    try:
+        with abstract.planning(topology.devices, run):
+            for i, one in enumerate(chosen, 1):
+                report(f"compiling candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
+                graph = marked(groups.step.recorded, one.shardings)
+                try:
+                    program = program_plan(graph, f"auto_{i}", topology, names=names)
+                except DeviceMemoryError as error:
+                    found.append(Tried(one.candidate, one.shardings, refusal=str(error)))
+                    continue
+                seconds = program_seconds(program, machine)
+                found.append(Tried(one.candidate, one.shardings, program, seconds))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def program_seconds(program: ProgramPlan, machine: Machine) -> float:
+    """The modelled time of a compiled program: its roofline, and then its collectives.
+
+    Collectives are counted as if nothing overlapped them, since no schedule is known.
+    """
+    costs = program.costs
+    compute = costs.compiler_flops / machine.flops
+    memory = costs.least_bytes / machine.memory_bytes_per_s
+    times = sum(1 if c.executions is None else c.executions for c in program.collectives)
+    sent = costs.ici_bytes / machine.links_bytes_per_s
+    sent += costs.dcn_bytes / machine.network_bytes_per_s
+    return max(compute, memory) + sent + times * machine.latency_s
+
+
+def _tighter(tried: Sequence[Tried], memory: int) -> float:
+    """The modelled bytes at which a program should fit, by how far the model was off."""
+    ratios = [
+        x.program.peak_bytes / x.candidate.solution.bytes
+        for x in tried
+        if x.program is not None and x.candidate.solution.bytes
+    ]
+    return memory * _MARGIN / max(ratios, default=1.0)
+
+
+def _nothing_fits(
+    groups: Groups, tried: Sequence[Tried], topology: Topology, memory: int | None
+) -> str:
+    assert memory is not None
+    state = sum(x.num_bytes for x in groups.step.tensors if x.leaf is not None)
+    least = [x.program.peak_bytes for x in tried if x.program is not None]
+    smallest = f"the least that a compiled candidate takes is {min(least):,}" if least else (
+        "no candidate was small enough for the compiler"
+        if tried
+        else "the model found no candidate at all"
+    )
+    count = len(topology.devices)
+    more = max(count * 2, -(-2 * state // memory))
+    return (
+        f"a sharding must fit the {memory:,} bytes of a device; {smallest}, on {count} devices, "
+        f"for a step whose inputs and state are {state:,} bytes in all. Take more devices (about "
+        f"{more:,}), recompute activations (checkpoint_module), or make the batch smaller."
+    )

@@ -1,0 +1,142 @@
+"""A recorded graph with the shardings of a choice: of inputs, results, activations and gradients."""
+
+from dataclasses import dataclass, replace
+
+from spmd_core.auto.groups import Groups
+from spmd_core.auto.costs import NONE
+from spmd_core.auto.solve import Solution
+from spmd_core.graph.placement import Placement
+from spmd_core.marks.constraints import mark_entry
+from spmd_core.ops.kernels.traits import Elements
+from spmd_core.program.leaves import marked_placement
+from spmd_core.program.mark_names import MARK, MARK_SHARDING
+from spmd_core.program.program_graph import Node, RecordedGraph
+from spmd_core.runtime.jax_sharding import jax_axis_names, replicated
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """The shardings of a step's tensors over a mesh, as a solution chose them.
+
+    Attributes:
+        mesh: the mesh.
+        leaves: for each graph input its sharding.
+        marks: the tensors inside of the step that are marked, by their positions, with shardings.
+        gradients: those of `marks` that are gradients of parameters.
+    """
+
+    mesh: Mesh
+    leaves: tuple[Sharding, ...]
+    marks: tuple[tuple[int, Sharding], ...]
+    gradients: frozenset[int]
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as `fsdp=4,tensor=2`."""
+        names = jax_axis_names(self.mesh)
+        return ",".join(f"{name}={n}" for name, n in zip(names, self.mesh.mesh_shape))
+
+
+def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
+    """The shardings that a solution gives the tensors of a step."""
+    step = groups.step
+
+    def sharding(tensor: int) -> Sharding:
+        tie = groups.tie[groups.of_tensor[tensor]]
+        spec: list[tuple[int, ...]] = [() for _ in step.tensors[tensor].spec.shape]
+        for axis, choice in enumerate(solution.choices):
+            dim = None if choice[tie] == NONE else groups.dim_of(tensor, choice[tie])
+            if dim is not None:
+                spec[dim] = (*spec[dim], axis)
+        return Sharding.of(mesh, tuple(spec), len(spec))
+
+    leaves = tuple(sharding(t) for t, x in enumerate(step.tensors) if x.leaf is not None)
+    marks, gradients = {}, set()
+    updated = {groups.of_tensor[leaf] for leaf in step.updated}
+    for tensor in _heavy_results(groups):
+        group = groups.of_tensor[tensor]
+        if group in updated:
+            tensor = _as_updated(groups, tensor)
+            gradients.add(tensor)
+        marks[tensor] = sharding(tensor)
+    return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
+
+
+def _heavy_results(groups: Groups) -> list[int]:
+    """The results of products, sums and lookups that have dims."""
+    step = groups.step
+    return [
+        t
+        for operation in step.operations
+        if not operation.is_light
+        for t, _ in operation.results
+        if step.tensors[t].spec.num_elements > 1
+    ]
+
+
+def _as_updated(groups: Groups, tensor: int) -> int:
+    """A gradient in the form in which it is read: the last of the views that follow on it."""
+    step = groups.step
+    while True:
+        readers = step.readers[tensor]
+        if len(readers) != 1:
+            return tensor
+        operation = step.operations[readers[0]]
+        if operation.entry.traits.elements > Elements.PERMUTED or len(operation.results) != 1:
+            return tensor
+        tensor = operation.results[0][0]
+
+
+def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
+    """The graph whose inputs, results and marks have these shardings; it computes the same.
+
+    A result that replaces an input is placed like it. Other results stay where the partitioner
+    puts them; one without dims is replicated.
+    """
+    ids, marks = found.mesh.ids, dict(found.marks)
+    placements = [
+        marked_placement(s) if s.ndim else Placement.of(replicated(ids), None)
+        for s in found.leaves
+    ]
+    leaves = tuple(
+        replace(leaf, placement=placement) for leaf, placement in zip(recorded.leaves, placements)
+    )
+    num_leaves = len(leaves)
+    nodes: list[Node] = []
+    number: dict[int, int] = {-i - 1: -i - 1 for i in range(num_leaves)}
+    before = count = 0
+    for node in recorded.nodes:
+        nodes.append(Node(node.entry, tuple(number[n] for n in node.inputs), node.origin))
+        for i in range(len(node.entry.outs)):
+            number[before + i] = count + i
+        count += len(node.entry.outs)
+        for i, spec in enumerate(node.entry.outs):
+            tensor = num_leaves + before + i
+            if tensor in marks:
+                summed = () if tensor in found.gradients else None
+                name = MARK_SHARDING if summed is None else MARK
+                entry = mark_entry(spec, marks[tensor], name, summed_over=summed)
+                nodes.append(Node(entry, (number[before + i],), node.origin))
+                number[before + i] = count
+                count += 1
+        before += len(node.entry.outs)
+    owners = {}
+    for i, leaf in enumerate(recorded.leaves):
+        owner = None if leaf.owner is None else leaf.owner()
+        if owner is not None:
+            owners[id(owner)] = i
+    outputs = []
+    for output in recorded.outputs:
+        owner = None if output.owner is None else output.owner()
+        replaced = None if owner is None else owners.get(id(owner))
+        placement = output.placement
+        if replaced is not None:
+            placement = placements[replaced]
+        elif placement is not None or not output.spec.shape:
+            placement = Placement.of(replicated(ids), None)
+        outputs.append(replace(output, value=number[output.value], placement=placement))
+    return replace(
+        recorded, leaves=leaves, nodes=tuple(nodes), outputs=tuple(outputs), device_ids=ids
+    )
