@@ -21,6 +21,9 @@ Choice = list[int]  # for each tie the class that an axis splits, or NONE
 
 # The part of the tensors of a fused chain of operations that XLA writes to memory and reads again.
 _MATERIALISED = 0.5
+# Of two choices that cost the same, the one that stores less is better: as if each byte that a
+# device holds were read once in so many steps.
+_STEPS_PER_READ = 100
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class CostModel:
         own = [np.zeros(len(x)) for x in options]
         between: dict[tuple[int, int], np.ndarray] = {}
         ties, groups = self.groups.tie, self.groups
+        for tie, held in enumerate(self._held(axis, choices, options)):
+            own[tie] += held / (_STEPS_PER_READ * self.machine.memory_bytes_per_s)
         for i, times in self.operations:
             operation = groups.step.operations[i]
             tie = ties[groups.of_operation[i]]
@@ -256,16 +261,35 @@ class CostModel:
     def memory_rows(self, axis: int, choices: Sequence[Choice]) -> Iterator[list[np.ndarray]]:
         """The bytes of each tie's options at the points of the step where most is alive."""
         options = self.options(axis, choices)
-        n = self.mesh_shape[axis]
         for alive in self.alive:
-            rows = [np.zeros(len(x)) for x in options]
-            for tensor, times in alive:
-                tie = self.groups.tie[self.groups.of_tensor[tensor]]
-                size = times * self._bytes(tensor, axis, choices)
-                for i, c in enumerate(options[tie]):
-                    is_split = c != NONE and self.groups.dim_of(tensor, c) is not None
-                    rows[tie][i] += size / n if is_split else size
-            yield rows
+            yield self._bytes_of(alive, axis, choices, options)
+
+    def _held(
+        self, axis: int, choices: Sequence[Choice], options: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        """The bytes of the step's inputs on a device, for each option of each tie."""
+        leaves = [(t, times) for t, times in self.alive[0] if self._is_leaf(t)]
+        return self._bytes_of(leaves, axis, choices, options)
+
+    def _is_leaf(self, tensor: int) -> bool:
+        return self.groups.step.tensors[tensor].leaf is not None
+
+    def _bytes_of(
+        self,
+        tensors: Sequence[tuple[int, int]],
+        axis: int,
+        choices: Sequence[Choice],
+        options: Sequence[Sequence[int]],
+    ) -> list[np.ndarray]:
+        """The bytes of some tensors, and of as many alike, for each option of each tie."""
+        rows = [np.zeros(len(x)) for x in options]
+        for tensor, times in tensors:
+            tie = self.groups.tie[self.groups.of_tensor[tensor]]
+            size = times * self._bytes(tensor, axis, choices)
+            for i, c in enumerate(options[tie]):
+                is_split = c != NONE and self.groups.dim_of(tensor, c) is not None
+                rows[tie][i] += size / self.mesh_shape[axis] if is_split else size
+        return rows
 
     @cached_property
     def alive(self) -> list[list[tuple[int, int]]]:
@@ -280,7 +304,8 @@ class CostModel:
             for t in alive:
                 spec = groups.step.tensors[t].spec
                 classes = tuple(groups.tensor_class.get((t, d), -1) for d in range(len(spec.shape)))
-                key = (groups.tie[groups.of_tensor[t]], id(spec.logical), classes)
+                is_leaf = groups.step.tensors[t].leaf is not None
+                key = (groups.tie[groups.of_tensor[t]], id(spec.logical), classes, is_leaf)
                 kinds.setdefault(key, []).append(t)
             points.append([(same[0], len(same)) for same in kinds.values()])
         return points

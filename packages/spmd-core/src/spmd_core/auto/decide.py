@@ -10,7 +10,7 @@ from spmd_core.auto.axis_names import axis_names
 from spmd_core.auto.candidates import Candidate, Kind, candidates
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import Shardings, marked, shardings
+from spmd_core.auto.marked_graph import Shardings, marked, sharding_of, shardings
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
 from spmd_core.planner.planned import ProgramPlan
@@ -18,6 +18,7 @@ from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
 
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
@@ -42,6 +43,10 @@ class Tried:
     program: ProgramPlan | None = None
     seconds: float | None = None
     refusal: str = ""
+
+    def sharding_of(self, groups: Groups, tensor: int) -> Sharding:
+        """The sharding of any tensor of the step."""
+        return sharding_of(groups, self.candidate.solution, self.shardings.mesh, tensor)
 
 
 def decide(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.costs import NONE
 from spmd_core.auto.solve import Solution
+from spmd_core.auto.step_graph import updated
 from spmd_core.graph.placement import Placement
 from spmd_core.marks.constraints import mark_entry
 from spmd_core.ops.kernels.traits import Elements
@@ -32,6 +33,11 @@ class Shardings:
     marks: tuple[tuple[int, Sharding], ...]
     gradients: frozenset[int]
 
+    def placements(self) -> list[Placement]:
+        """Where each graph input lies."""
+        whole = Placement.of(replicated(self.mesh.ids), None)
+        return [marked_placement(s) if s.ndim else whole for s in self.leaves]
+
     @property
     def mesh_text(self) -> str:
         """The mesh as `fsdp=4,tensor=2`."""
@@ -39,25 +45,30 @@ class Shardings:
         return ",".join(f"{name}={n}" for name, n in zip(names, self.mesh.mesh_shape))
 
 
+def sharding_of(groups: Groups, solution: Solution, mesh: Mesh, tensor: int) -> Sharding:
+    """The sharding that a solution gives a tensor."""
+    tie = groups.tie[groups.of_tensor[tensor]]
+    spec: list[tuple[int, ...]] = [() for _ in groups.step.tensors[tensor].spec.shape]
+    for axis, choice in enumerate(solution.choices):
+        dim = None if choice[tie] == NONE else groups.dim_of(tensor, choice[tie])
+        if dim is not None:
+            spec[dim] = (*spec[dim], axis)
+    return Sharding.of(mesh, tuple(spec), len(spec))
+
+
 def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
     """The shardings that a solution gives the tensors of a step."""
     step = groups.step
 
     def sharding(tensor: int) -> Sharding:
-        tie = groups.tie[groups.of_tensor[tensor]]
-        spec: list[tuple[int, ...]] = [() for _ in step.tensors[tensor].spec.shape]
-        for axis, choice in enumerate(solution.choices):
-            dim = None if choice[tie] == NONE else groups.dim_of(tensor, choice[tie])
-            if dim is not None:
-                spec[dim] = (*spec[dim], axis)
-        return Sharding.of(mesh, tuple(spec), len(spec))
+        return sharding_of(groups, solution, mesh, tensor)
 
     leaves = tuple(sharding(t) for t, x in enumerate(step.tensors) if x.leaf is not None)
     marks, gradients = {}, set()
-    updated = {groups.of_tensor[leaf] for leaf in step.updated}
+    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for tensor in _heavy_results(groups):
         group = groups.of_tensor[tensor]
-        if group in updated:
+        if group in of_state:
             tensor = _as_updated(groups, tensor)
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
@@ -96,10 +107,7 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     puts them; one without dims is replicated.
     """
     ids, marks = found.mesh.ids, dict(found.marks)
-    placements = [
-        marked_placement(s) if s.ndim else Placement.of(replicated(ids), None)
-        for s in found.leaves
-    ]
+    placements = found.placements()
     leaves = tuple(
         replace(leaf, placement=placement) for leaf, placement in zip(recorded.leaves, placements)
     )
@@ -122,18 +130,12 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
                 number[before + i] = count
                 count += 1
         before += len(node.entry.outs)
-    owners = {}
-    for i, leaf in enumerate(recorded.leaves):
-        owner = None if leaf.owner is None else leaf.owner()
-        if owner is not None:
-            owners[id(owner)] = i
+    replaced = {output: leaf for leaf, output in updated(recorded).items()}
     outputs = []
-    for output in recorded.outputs:
-        owner = None if output.owner is None else output.owner()
-        replaced = None if owner is None else owners.get(id(owner))
+    for i, output in enumerate(recorded.outputs):
         placement = output.placement
-        if replaced is not None:
-            placement = placements[replaced]
+        if i in replaced:
+            placement = placements[replaced[i]]
         elif placement is not None or not output.spec.shape:
             placement = Placement.of(replicated(ids), None)
         outputs.append(replace(output, value=number[output.value], placement=placement))

@@ -63,6 +63,13 @@ def find_topology(name: str, *, num_slices: int = 1) -> Topology:
     return Topology(str(parsed), found, chip_of(found[0].device_kind), request)
 
 
+def present() -> Topology:
+    """The devices of this process's runtime; starts them."""
+    found = devices.all_devices()
+    kind = found[0].device_kind
+    return Topology(f"{len(found)} x {kind}", found, chip_of(kind))
+
+
 def libtpu_version() -> str | None:
     """The version of the installed libtpu; None if it is not installed."""
     try:

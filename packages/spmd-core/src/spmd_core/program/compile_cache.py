@@ -4,7 +4,7 @@ import functools
 import gc
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ class Key(NamedTuple):
         bound: for a program for growing sizes, the greatest size; the other fields are then those
             of one size. None for any other program.
         slopes: for such a program, how the integers of the other fields depend on the size.
+        found: the shardings that automatic sharding has found (`planning.automatic`); None without.
     """
 
     structure: tuple[Entry | int, ...]
@@ -54,6 +55,7 @@ class Key(NamedTuple):
     fold_layers: bool = False
     bound: int | None = None
     slopes: bytes = b""
+    found: Hashable = None
 
 
 @dataclass(frozen=True)

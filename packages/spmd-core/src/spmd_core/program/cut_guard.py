@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spmd_core.graph.storage import Storage
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
@@ -39,9 +40,12 @@ class _ThreadState(threading.local):
 
     Attributes:
         cut_guard: set and reset by the region (`steps.compile`); None outside of any region.
+        in_place_of_cut: while a step is recorded that must not run (`auto.recorded_step`): called
+            in place of each cut with the storage that is about to be read, if any. Else None.
     """
 
     cut_guard: CutGuard | None = None
+    in_place_of_cut: Callable[[Storage | None], None] | None = None
 
 
 # What a region of `compile` requires of the cuts of its thread.

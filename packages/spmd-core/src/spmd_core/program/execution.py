@@ -79,6 +79,9 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         ProcessError: another process failed, or does not start the same program.
     """
     refuse_inside()
+    if this_thread.in_place_of_cut is not None:
+        this_thread.in_place_of_cut(wanted)
+        return
     interrupts.protect()
     with lock, counters.timed(counters.Activity.PLANNING):
         live = take_pending()
@@ -106,6 +109,17 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     if wait:
         in_flight.programs.wait_all()
         index_checks.raise_if_found()
+
+
+def compute_apart(storage: Storage) -> None:
+    """Computes one pending storage by a program of its own; all others stay pending.
+
+    Call it under the graph lock. Does not wait.
+
+    Raises:
+        DeviceMemoryError, ProgramError: the program could not be compiled or run.
+    """
+    _execute([storage], donates=False, grows=False)
 
 
 def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
@@ -326,6 +340,7 @@ def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
         this_thread.cut_guard is not None
         or not config.bound_growing_sizes
         or config.verify_programs
+        or planned.rewrite is not None
     ):
         return None
     return growing_sizes.find_program(planned.key, planned.graph)

@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,6 +34,10 @@ _by_serial = operator.attrgetter("serial")
 # How often a program is planned again: what is updated along with rows is only found once they are
 # rows. A plan without all of them is right as well, and runs slower.
 _MOST_SEARCHES = 4
+# Automatic sharding, while it is on: calls the function given, which makes a plan, again after it
+# has marked tensors.
+# Guarded by: the graph lock. Cleared by: `auto.mode.stop`.
+automatic: "Callable[[Callable[[], CutPlan]], CutPlan] | None" = None
 
 
 @dataclass
@@ -57,6 +61,7 @@ class CutPlan:
         state: what begins in this cut. Its leaves have no arrays yet.
         stacked: the stacks among its inputs and results. New ones have no arrays yet.
         label: the prefix of the program's name.
+        rewrite: gives the graph the shardings of `key.found`; None without.
     """
 
     key: compile_cache.Key
@@ -71,6 +76,7 @@ class CutPlan:
     state: initial_state.State
     stacked: stacked_state.StackedState
     label: str
+    rewrite: Callable[[RecordedGraph], RecordedGraph] | None = None
 
     def graph(self) -> RecordedGraph:
         """The graph to lower; only needed if the program is not in the cache."""
@@ -78,7 +84,7 @@ class CutPlan:
         origins = key.origins or (None,) * len(self.nodes)
         # In errors, a stack has the name of its first row.
         first = {stack.value: stack.owners[0] for stack, _ in self.stacked.rows.values()}
-        return RecordedGraph(
+        graph = RecordedGraph(
             tuple(
                 Leaf(leaf.spec, target, origin_of(leaf), leaf.owner or first.get(leaf))
                 for leaf, target in zip(self.leaves, self.targets)
@@ -97,6 +103,7 @@ class CutPlan:
             key.checks_indices,
             key.fold_layers,
         )
+        return graph if self.rewrite is None else self.rewrite(graph)
 
     @property
     def name(self) -> str:
@@ -136,7 +143,9 @@ def plan(
             call=call,
         )
 
-    made = planned()
+    made = _searched(planned)
+    if made.rewrite is not None:
+        return made
     groups: list[Sequence[Value]] = []
     searches = _MOST_SEARCHES if config.fold_layers else min(len(made.stacked.rows), 1)
     for _ in range(searches):
@@ -148,6 +157,11 @@ def plan(
         groups += more
         made = planned(groups)
     return made
+
+
+def _searched(planned: Callable[[], CutPlan]) -> CutPlan:
+    """A plan, with the shardings that automatic sharding finds, if it is on."""
+    return planned() if automatic is None else automatic(planned)
 
 
 def _iterations(recorded: Sequence[Value]) -> Iterations:

@@ -25,7 +25,7 @@ def names() -> dict[Storage, str]:
     of_parameter: dict[int, str] = {}
     modules: list[nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
-    for one in _instances((nn.Module, torch.optim.Optimizer)):
+    for one in instances((nn.Module, torch.optim.Optimizer)):
         (modules if issubclass(type(one), nn.Module) else optimizers).append(one)
     for module in _roots(modules):
         root = type(module).__name__
@@ -44,6 +44,22 @@ def names() -> dict[Storage, str]:
     return found
 
 
+def parameters() -> dict[Storage, torch.Tensor]:
+    """The parameters and buffers of all modules that are on the device, by storage."""
+    found: dict[Storage, torch.Tensor] = {}
+    for module in roots():
+        for tensor in (*module.parameters(), *module.buffers()):
+            handle = getattr(tensor, "_handle", None)
+            if handle is not None:
+                found.setdefault(handle.storage, tensor)
+    return found
+
+
+def roots() -> list[nn.Module]:
+    """The models of the process: modules that are not submodules of another module."""
+    return _roots(instances((nn.Module,)))
+
+
 def _add(found: dict[Storage, str], tensor: Any, name: str) -> None:
     handle = getattr(tensor, "_handle", None)
     if handle is not None:
@@ -56,7 +72,7 @@ def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
-def _instances(kinds: Iterable[type]) -> list[Any]:
+def instances(kinds: Iterable[type]) -> list[Any]:
     """All objects of these classes and of those derived from them.
 
     A process has millions of objects, so no Python code runs for each of them. Types are compared

@@ -1,0 +1,268 @@
+"""`auto_shard`: finds the shardings of a step, and applies them as marks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from spmd_core.arguments import checked, require_int, require_kind
+from spmd_core.auto import module_paths
+from spmd_core.auto.costs import CostModel
+from spmd_core.auto.decide import Tried, decide
+from spmd_core.auto.explained import Explainer
+from spmd_core.auto.groups import Groups, group
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.recorded_step import RecordedStep, record
+from spmd_core.auto.sharding_plan import Row, ShardingPlan, mark_result
+from spmd_core.auto.step_graph import StepGraph
+from spmd_core.errors import AutoShardingError
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage
+from spmd_core.marks.marking import mark_sharding
+from spmd_core.planner.topology import Topology, find_topology, present
+from spmd_core.program import leaves, tensor_names
+from spmd_core.runtime import devices
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+OBJECTIVES = ("time", "memory")
+
+
+@checked(memory=1, candidates=0)
+def auto_shard(
+    step_or_model: Callable[..., Any] | nn.Module,
+    *example: Any,
+    mesh: Mesh | None = None,
+    topology: str | Topology | None = None,
+    memory: int | None = None,
+    objective: str = "time",
+    candidates: int = 4,
+    report: Callable[[str], None] | None = None,
+) -> ShardingPlan:
+    """Finds the mesh and the shardings of a training step, and applies them as marks.
+
+    The step is called once and recorded, and nothing of it runs; what it changed on the device, in
+    gradients, optimizers, schedulers and torch's random generator is taken back. From the rules of
+    its operations an integer program finds the shardings of least modelled time for each shape of
+    a mesh; the best candidates are compiled, and the compiler's memory, collectives and FLOPs
+    decide. Parameters and state are then marked by `mark_sharding`, the results of modules by
+    hooks that call it, and tensors among the example inputs too. Marks that are there already stay
+    and are constraints of the search. Deterministic. Waits for compilations, not for devices.
+
+    Args:
+        step_or_model: a function that computes a loss, calls `backward()` and the optimizer's
+            `step()`, all on device `xla`; `sync()` at its end is fine. Or a model: in training mode
+            a forward, a backward from the sum of its first result and a step of AdamW are recorded,
+            else a forward.
+        *example: its arguments, as in the training loop.
+        mesh: the mesh; by default the mesh of the marks that are there, else the best of all shapes
+            with at most three axes over all devices.
+        topology: devices that need not exist, such as "v5p-128" (see `plan`). The plan is then for
+            them, and nothing is marked.
+        memory: the bytes of one device; by default those of the chip, and no limit on CPUs.
+        objective: "time", or "memory" for the least memory.
+        candidates: how many candidates to compile; 0 to trust the model.
+        report: called with a line of text about what is being done.
+
+    Returns:
+        The plan: `table()`, `code()`, `explain(name)`, `save(path)`.
+
+    Raises:
+        NotInSpmdModeError: `use_spmd()` was not called.
+        AutoShardingError: the step reads a value on the host or computes nothing, marks contradict
+            each other, or no sharding fits the memory.
+        PlanError: there is no such topology.
+
+    Example:
+        >>> model = nn.Linear(512, 512, device="xla")
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> def step(x):
+        ...     model(x).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> plan = auto_shard(step, torch.ones(64, 512, device="xla"), candidates=0)
+        >>> plan.inputs[0].spec[0] is not None  # the batch is split
+        True
+    """
+    devices.require_spmd("auto_shard")
+    require_kind("mesh", mesh, Mesh, type(None), write="for instance mesh=Mesh(range(8), (8,))")
+    most = require_int("candidates", candidates, least=0)
+    if objective not in OBJECTIVES:
+        raise AutoShardingError(
+            f"the objective is one of {', '.join(OBJECTIVES)}; got {objective!r}. "
+            "Write objective='time'."
+        )
+    found = _topology(topology)
+    arguments = pytree.tree_map_only(torch.Tensor, lambda x: x.to("xla"), example)
+    step = _step_of(step_or_model, arguments)
+
+    def search(recorded: RecordedStep) -> tuple[RecordedStep, Groups, list[Tried]]:
+        groups = group(StepGraph.of(recorded.graph))
+        tried = decide(
+            groups,
+            found,
+            mesh=mesh or marked_mesh(groups),
+            memory=memory or found.hbm_bytes,
+            most=most,
+            objective=objective,
+            names=recorded.names,
+            report=report or (lambda text: None),
+        )
+        return recorded, groups, tried
+
+    recorded, groups, tried = record(step, search)
+    plan = plan_of(recorded, groups, tried, Machine.of(found.devices))
+    if topology is None:
+        _apply(plan, recorded, tried[0])
+    return plan
+
+
+def _topology(given: str | Topology | None) -> Topology:
+    if isinstance(given, Topology):
+        return given
+    if given is not None:
+        return find_topology(given)
+    return present()
+
+
+def _step_of(given: Any, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    """The function to record: the user's step, or a step of the model."""
+    if not isinstance(given, nn.Module):
+        if not callable(given):
+            raise AutoShardingError(
+                "auto_shard takes a function or a module; got an object of type "
+                f"{type(given).__name__}. Give the function that runs one training step."
+            )
+        return lambda: given(*arguments)
+    model = given
+    if not model.training:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return model(*arguments)
+
+        return forward
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+    def train() -> Any:
+        result = model(*arguments)
+        loss = getattr(result, "loss", None)
+        if loss is None:
+            tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            loss = next(x for x in tensors if x.is_floating_point()).float().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def marked_mesh(groups: Groups) -> Mesh | None:
+    """The mesh of the user's marks; None if there are none.
+
+    Raises:
+        AutoShardingError: they have different meshes.
+    """
+    meshes = {x.fixed.mesh for x in groups.step.tensors if x.fixed is not None}
+    if len(meshes) > 1:
+        raise AutoShardingError(
+            "marks that are there before automatic sharding must share one mesh; got "
+            f"{', '.join(sorted(map(repr, meshes)))}. Mark them over one mesh."
+        )
+    return meshes.pop() if meshes else None
+
+
+def plan_of(
+    recorded: RecordedStep, groups: Groups, tried: list[Tried], machine: Machine
+) -> ShardingPlan:
+    """The plan of the first of these candidates."""
+    best = tried[0]
+    step = groups.step
+    names: dict[str, int] = {}
+    for i, storage in enumerate(recorded.leaves):
+        name = None if storage is None else recorded.names.get(storage)
+        if step.tensors[i].spec.shape:
+            names[name or f"input {i}"] = i
+    axes = best.shardings.mesh.axis_names or tuple(
+        str(i) for i in range(len(best.candidate.mesh_shape))
+    )
+    explainer = Explainer(
+        CostModel(groups, best.candidate.mesh_shape, machine),
+        machine,
+        best.candidate.solution,
+        axes,
+        names,
+    )
+    rows = {
+        name: Row(
+            name,
+            step.tensors[i].spec.shape,
+            best.shardings.leaves[i].partition_spec,
+            _bytes(best, i, groups),
+            explainer.reason(i),
+        )
+        for name, i in names.items()
+    }
+    parameters = [x for name, x in rows.items() if "." in name and " of " not in name]
+    inputs = [x for name, x in rows.items() if name.startswith("input ")]
+    return ShardingPlan(
+        best.shardings.mesh,
+        tuple(parameters),
+        tuple(inputs),
+        _activations(recorded, best, groups),
+        tuple(tried),
+        explainer,
+    )
+
+
+def _bytes(best: Tried, leaf: int, groups: Groups) -> int:
+    spec, sharding = groups.step.tensors[leaf].spec, best.shardings.leaves[leaf]
+    count = 1
+    for n in sharding.shard_shape(spec.shape):
+        count *= n
+    return count * spec.dtype.itemsize
+
+
+def _activations(recorded: RecordedStep, best: Tried, groups: Groups) -> dict[str, Any]:
+    """The partition specs of modules' results, by the module's name in its model.
+
+    Of modules that have parameters of their own, and of those that are called in several layouts
+    none.
+    """
+    marks = dict(best.shardings.marks)
+    found = {}
+    for module, path in module_paths.paths(recorded.module_results).items():
+        if not path or next(module.parameters(recurse=False), None) is None:
+            continue
+        specs = set()
+        for tensor in recorded.module_results[module]:
+            sharding = marks.get(tensor) or best.sharding_of(groups, tensor)
+            specs.add(sharding.partition_spec)
+        if len(specs) == 1:
+            (spec,) = specs
+            if any(x is not None for x in spec):
+                found[path] = spec
+    return found
+
+
+def _apply(plan: ShardingPlan, recorded: RecordedStep, best: Tried) -> None:
+    """Marks the tensors of the step, and the results of its modules from now on."""
+    tensors = tensor_names.parameters()
+    for storage, sharding in zip(recorded.leaves, best.shardings.leaves):
+        if storage is None or not sharding.ndim or storage.sharding is not None:
+            continue
+        tensor = tensors.get(storage)
+        if isinstance(tensor, XLAShardedTensor):
+            mark_sharding(tensor, sharding.mesh, sharding.partition_spec)
+        elif _is_state(recorded, storage) or not sharding.is_replicated:
+            with lock:
+                leaves.set_sharding(storage, sharding)
+    for module, path in module_paths.paths(recorded.module_results).items():
+        if path in plan.activations:
+            mark_result(module, plan.mesh, plan.activations[path])
+
+
+def _is_state(recorded: RecordedStep, storage: Storage) -> bool:
+    return storage in recorded.names

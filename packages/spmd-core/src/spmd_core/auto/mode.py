@@ -1,0 +1,143 @@
+"""Automatic sharding of whatever runs: each new program is searched before it is compiled."""
+
+import functools
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from spmd_core.auto.auto_shard import marked_mesh
+from spmd_core.auto.decide import decide
+from spmd_core.auto.groups import group
+from spmd_core.auto.marked_graph import Shardings, marked
+from spmd_core.auto.step_graph import StepGraph, updated
+from spmd_core.graph.recorders import lock
+from spmd_core.metrics.flops import entry_flops
+from spmd_core.planner.topology import present
+from spmd_core.program import leaves, planning, tensor_names
+from spmd_core.program.planning import CutPlan
+from spmd_core.program.program_graph import RecordedGraph
+from spmd_core.runtime import abstract
+from spmd_core.sharding.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+# How many candidates are compiled for the first program; later ones keep its mesh and shardings,
+# and take the best of the model.
+_MOST_COMPILED = 3
+_MOST_KNOWN = 256
+
+
+class Automatic:
+    """Gives programs the shardings that a search finds; `planning.automatic` while the mode is on.
+
+    The first program with a product is searched, and its inputs that stay, parameters and state,
+    are marked: later searches take these marks as given. Programs without products, such as those
+    that draw the weights, run as they are, and so do those with a manual region.
+
+    Attributes:
+        mesh: the mesh of all plans; None until the first search has chosen one.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+        self._known: dict[Hashable, Shardings | None] = {}
+
+    def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
+        """The plan that `plan()` makes, with the shardings of a search."""
+        planned = plan()
+        if abstract.run() is not None or planned.stacked.rows or planned.stacked.results:
+            return planned
+        key = _key(planned)
+        if key in self._known:
+            found = self._known[key]
+        else:
+            found = self._search(planned)
+            if found is not None:
+                _mark(planned, found)
+                planned = plan()
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            self._known[_key(planned)] = found
+        return planned if found is None else _with(planned, found)
+
+    def _search(self, planned: CutPlan) -> Shardings | None:
+        """The shardings of a new program; None if it stays as it is."""
+        graph = planned.graph()
+        is_local = any(leaf.placement.manual or leaf.placement.room for leaf in graph.leaves)
+        is_local |= any(node.entry.border is not None for node in graph.nodes)
+        if is_local or not any(entry_flops(node.entry) for node in graph.nodes):
+            return None
+        groups = group(StepGraph.of(graph))
+        devices = present()
+        is_first = self.mesh is None or not any(leaf.placement.sharding for leaf in graph.leaves)
+        _log.info("searching shardings for %s", planned.name)
+        tried = decide(
+            groups,
+            devices,
+            mesh=self.mesh or marked_mesh(groups),
+            memory=devices.hbm_bytes,
+            most=_MOST_COMPILED if is_first else 0,
+            objective="time",
+            names=tensor_names.names(),
+            report=_log.info,
+        )
+        self.mesh = tried[0].shardings.mesh
+        return tried[0].shardings
+
+
+def _key(planned: CutPlan) -> Hashable:
+    """What decides a search: the operations, and the marks of inputs."""
+    owners = (None if leaf.owner is None else leaf.owner() for leaf in planned.leaves)
+    marks = (
+        leaf.placement.sharding if owner is None else owner.sharding
+        for leaf, owner in zip(planned.leaves, owners)
+    )
+    return planned.key.structure, tuple(marks)
+
+
+def _mark(planned: CutPlan, found: Shardings) -> None:
+    """Marks the program's parameters and state; inputs that come anew with each step stay free."""
+    graph = planned.graph()
+    names = tensor_names.names()
+    state = updated(graph)
+    for i, (leaf, sharding) in enumerate(zip(graph.leaves, found.leaves)):
+        storage = None if leaf.owner is None else leaf.owner()
+        if storage is None or not sharding.ndim or storage.sharding is not None:
+            continue
+        if i in state or storage in names:
+            leaves.set_sharding(storage, sharding)
+            before = storage.committed
+            if before is not None and before is not storage.value:  # an update is pending
+                host = before.placement.jax_sharding is None
+                if host:
+                    before.placement = leaves.host_placement(sharding)
+                else:
+                    leaves.move(before, leaves.marked_placement(sharding))
+
+
+def _with(planned: CutPlan, found: Shardings) -> CutPlan:
+    placements = tuple(found.placements())
+    kept = tuple(i for i in planned.key.donated if planned.targets[i] is placements[i])
+    key = planned.key._replace(
+        leaves=tuple((leaf.spec.logical, p) for leaf, p in zip(planned.leaves, placements)),
+        donated=kept,
+        device_ids=found.mesh.ids,
+        found=found,
+    )
+    rewrite: Callable[[RecordedGraph], RecordedGraph] = functools.partial(marked, found=found)
+    return replace(planned, key=key, targets=placements, rewrite=rewrite)
+
+
+def start(mesh: Mesh | None = None) -> None:
+    """Turns automatic sharding on for programs that are compiled from now on.
+
+    Args:
+        mesh: the mesh to use; None to choose one at the first program with a product.
+    """
+    with lock:
+        planning.automatic = Automatic(mesh)
+
+
+def stop() -> None:
+    """Turns automatic sharding off; tensors keep their marks."""
+    with lock:
+        planning.automatic = None

@@ -1,0 +1,203 @@
+"""Records one step of a user's program without running it, and takes back what it changed."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from spmd_core.config import config
+from spmd_core.errors import AutoShardingError
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.repetition import result_of
+from spmd_core.graph.storage import Handle, Storage, pending, read, take_pending
+from spmd_core.graph.values import Value
+from spmd_core.metrics.flops import entry_flops
+from spmd_core.program import execution, planning, tensor_names
+from spmd_core.program.cut_guard import this_thread
+from spmd_core.program.planning import collect
+from spmd_core.program.program_graph import RecordedGraph
+from spmd_core.source_lines import user_line
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class _StepEndedError(BaseException):
+    """Ends a step at its `sync()`. No `except Exception` of the step catches it."""
+
+
+@dataclass
+class RecordedStep:
+    """A step that was recorded and not run.
+
+    Attributes:
+        graph: its program.
+        names: the names of its tensors, by storage.
+        module_results: the first tensor of what each module returned, by the module: its position
+            among the step's tensors (see `step_graph`), once for each call.
+        leaves: for each graph input its storage; None if nothing holds it any more.
+    """
+
+    graph: RecordedGraph
+    names: Mapping[Storage, str]
+    module_results: dict[nn.Module, list[int]] = field(default_factory=dict)
+    leaves: tuple[Storage | None, ...] = ()
+
+
+def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -> Any:
+    """Records a step, and calls `read_graph` with it before everything is as it was.
+
+    The step ends at its `sync()`, or where it returns. What it changed is taken back: tensors on
+    the device, gradients, the state of optimizers, schedulers and torch's random generator, and
+    plain attributes of modules. What else it does in Python, such as appending to a list, stays.
+    Pending operations of before are computed first.
+
+    Args:
+        step: the step.
+        read_graph: called with the recorded step; its result is returned.
+
+    Raises:
+        AutoShardingError: the step reads a value on the host, or records nothing.
+    """
+    execution.cut()
+    calls: list[tuple[nn.Module, Value]] = []
+    with _state_kept(), torch.random.fork_rng(devices=[]), _recording(calls):
+        try:
+            with contextlib.suppress(_StepEndedError):
+                step()
+        finally:
+            with lock:
+                live = take_pending()
+        try:
+            if not live:
+                raise AutoShardingError(
+                    "a step to be sharded must compute something on device 'xla'; got one after "
+                    "which nothing is pending. Let it compute a loss, call backward() and the "
+                    "optimizer's step(), and keep the parameters on device 'xla'."
+                )
+            return read_graph(_recorded(live, calls))
+        finally:
+            for storage in live:
+                if storage.committed is not None:
+                    storage.write(storage.committed)
+
+
+def _recorded(live: list[Storage], calls: list[tuple[nn.Module, Value]]) -> RecordedStep:
+    with lock:
+        planned = planning.plan(live)
+    graph = planned.graph()
+    first, count = {}, len(graph.leaves)
+    for node in planned.nodes:
+        first[node] = count
+        count += len(node.entry.outs)
+    results: dict[nn.Module, list[int]] = {}
+    for module, value in calls:
+        node, index = result_of(value)
+        if node in first:
+            results.setdefault(module, []).append(first[node] + index)
+    owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
+    return RecordedStep(graph, tensor_names.names(), results, owners)
+
+
+@contextlib.contextmanager
+def _recording(calls: list[tuple[nn.Module, Value]]) -> Iterator[None]:
+    """Inside, no program of the step runs, and what modules return is noted.
+
+    Values that no product computes may be read, such as a mask's: they are computed apart.
+    """
+
+    def read_apart(wanted: Storage | None) -> None:
+        if wanted is not None and not any(entry_flops(x.entry) for x in collect([wanted])[0]):
+            with lock:
+                execution.compute_apart(wanted)
+            return
+        raise AutoShardingError(
+            "a step to be sharded is recorded and not run, so it must not read what its products "
+            f"compute; {user_line()} does (.item(), print, `if` of a tensor, .cpu()). Read after "
+            "the step, or leave the reading out of the function that you give."
+        )
+
+    @contextlib.contextmanager
+    def ended() -> Iterator[None]:
+        if pending():
+            raise _StepEndedError
+        yield
+
+    def note(module: nn.Module, arguments: Any, result: Any) -> None:
+        found = _first_tensor(result)
+        if found is not None:
+            handle: Handle = found._handle
+            with lock:
+                calls.append((module, read(handle)))
+
+    before, lines = this_thread.in_place_of_cut, config.record_source_lines
+    hook = nn.modules.module.register_module_forward_hook(note)
+    execution.around_step.insert(0, ended)
+    this_thread.in_place_of_cut, config.record_source_lines = read_apart, True
+    try:
+        yield
+    finally:
+        this_thread.in_place_of_cut, config.record_source_lines = before, lines
+        execution.around_step.remove(ended)
+        hook.remove()
+
+
+def _first_tensor(result: Any) -> XLAShardedTensor | None:
+    """The tensor on the device in a module's result: itself, or the first of a tuple or list."""
+    if isinstance(result, (tuple, list)):
+        result = result[0] if result else None
+    return result if isinstance(result, XLAShardedTensor) else None
+
+
+@contextlib.contextmanager
+def _state_kept() -> Iterator[None]:
+    """Inside, what changes in modules, optimizers and schedulers is taken back at the end."""
+    found = tensor_names.instances((nn.Module, torch.optim.Optimizer, LRScheduler))
+    modules = [x for x in found if isinstance(x, nn.Module)]
+    optimizers = [x for x in found if isinstance(x, torch.optim.Optimizer)]
+    schedulers = [x for x in found if isinstance(x, LRScheduler)]
+    plain = [(x, {k: v for k, v in vars(x).items() if isinstance(v, _PLAIN)}) for x in modules]
+    parameters = {p for x in modules for p in x.parameters(recurse=False)}
+    parameters |= {p for x in optimizers for group in x.param_groups for p in group["params"]}
+    gradients = {p: p.grad for p in parameters}
+    states = [(x, _copied(x.state), [dict(g) for g in x.param_groups]) for x in optimizers]
+    dicts = [(x, dict(vars(x))) for x in schedulers]
+    try:
+        yield
+    finally:
+        for module, attributes in plain:
+            for key, value in attributes.items():
+                if vars(module).get(key) is not value:
+                    vars(module)[key] = value
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        for optimizer, state, groups in states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, values in zip(optimizer.param_groups, groups):
+                group.clear()
+                group.update(values)
+        for scheduler, attributes in dicts:
+            vars(scheduler).clear()
+            vars(scheduler).update(attributes)
+
+
+def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's state. Tensors of the CPU, such as step counts, are copied: steps change them.
+
+    Those on the device go back to the values of the last program by themselves.
+    """
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, XLAShardedTensor):
+            return value.clone()
+        return value
+
+    return {
+        p: {k: kept(v) for k, v in of.items()} if isinstance(of, dict) else of
+        for p, of in state.items()
+    }
