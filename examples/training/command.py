@@ -106,7 +106,7 @@ def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:
     try:
         return spmd.parse_mesh(text, num_devices)
     except spmd.errors.MeshError as error:
-        if spmd.debugging.is_planning() or spmd.device_type() != "CPU":
+        if spmd.debugging.is_planning() or spmd.distributed.device_type() != "CPU":
             raise
         raise wrong_product(
             text, mesh_sizes(text), num_devices, is_emulated=num_emulated > 0

@@ -38,7 +38,7 @@ def test_what_is_no_mesh_of_any_devices(text: str, message: str) -> None:
 def test_devices_that_are_not_emulated_are_a_matter_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spmd, "device_type", lambda: "TPU")
+    monkeypatch.setattr(spmd.distributed, "device_type", lambda: "TPU")
     with pytest.raises(
         spmd.errors.MeshError, match="start the program with another number of devices"
     ):

@@ -87,7 +87,7 @@ def test_a_tpus_generation(monkeypatch):
         "spmd_core.distributed.device_attributes",
         lambda: [{"name": "TPU:0", "kind": "TPU v5 lite", "coords": [0, 0, 0]}],
     )
-    monkeypatch.setattr("spmd_core.device_type", lambda: "TPU")
+    monkeypatch.setattr("spmd_core.distributed.device_type", lambda: "TPU")
     monkeypatch.setattr("spmd_core.runtime.processes.addressable_runtime_device_count", lambda: 1)
     assert tpu.version() == 5 and tpu.num_available_devices() == tpu.num_available_chips() == 1
 

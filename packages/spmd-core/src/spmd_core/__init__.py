@@ -23,6 +23,8 @@ from spmd_core import (
     releases,
 )
 from spmd_core import former_names as _former_names
+from spmd_core.auto import registration as _automatic
+from spmd_core.auto.registration import use_spmd
 from spmd_core.config import config, strict
 from spmd_core.control_flow import torch_functions as _torch_functions
 from spmd_core.control_flow.scans import scan
@@ -49,15 +51,9 @@ from spmd_core.modules.scan_model import scan_model
 from spmd_core.planner.plan import plan
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
-from spmd_core.runtime.devices import (
-    global_runtime_device_count,
-    is_spmd,
-    simulate,
-    use_spmd,
-)
+from spmd_core.runtime.devices import global_runtime_device_count, is_spmd, simulate
 from spmd_core.runtime.hybrid_mesh import HybridMesh
 from spmd_core.runtime.preemption import on_preemption
-from spmd_core.runtime.startup import device_type
 from spmd_core.sharding.mesh import (
     Mesh,
     _rebuild_mesh,
@@ -76,6 +72,7 @@ from spmd_core.torch_backend.registration import device
 from spmd_core.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
+    from spmd_core.auto.auto_shard import auto_shard
     from spmd_core.checkpoint.manager import CheckpointManager
     from spmd_core.steps.weight_loading import load_safetensors
 
@@ -84,6 +81,7 @@ _torch_data_parallel.install()
 _torch_dtensor.install()
 _dynamo.install()
 _torch_functions.install()
+_automatic.install()
 
 # Imported for what they register: torch.ops.xla's operators, and torch.autocast("xla").
 _REGISTERED = (_custom_ops, _autocast)
@@ -97,7 +95,6 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "use_spmd",
     "is_spmd",
     "device",
-    "device_type",
     "global_runtime_device_count",
     # Meshes
     "Mesh",
@@ -149,7 +146,8 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "call_jax",
     "to_jax",
     "from_jax",
-    # Plans for devices that are not there
+    # Shardings that are found, and plans for devices that are not there
+    "auto_shard",
     "plan",
     # Settings
     "config",
@@ -166,8 +164,9 @@ __all__ = [  # noqa: RUF022 - not by alphabet
 ]
 
 
-# Names that need packages which not every installation has, with the modules that import those.
+# Names whose modules import packages that not every installation has, or that take long to import.
 _OF_EXTRAS = {
+    "auto_shard": "spmd_core.auto.auto_shard",
     "CheckpointManager": "spmd_core.checkpoint.manager",
     "load_safetensors": "spmd_core.steps.weight_loading",
 }

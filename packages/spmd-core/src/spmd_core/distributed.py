@@ -9,6 +9,7 @@ from spmd_core.runtime.processes import local_process_count as local_process_cou
 from spmd_core.runtime.processes import process_count as process_count
 from spmd_core.runtime.processes import process_index as process_index
 from spmd_core.runtime.startup import coordinator_address as coordinator_address
+from spmd_core.runtime.startup import device_type as device_type
 from spmd_core.runtime.startup import initialize as initialize
 from spmd_core.runtime.stopping import request_stop as request_stop
 from spmd_core.runtime.stopping import should_stop as should_stop

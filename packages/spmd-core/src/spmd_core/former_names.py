@@ -76,7 +76,7 @@ _IN_PUBLIC_MODULES = {
     "distributed": (
         *("initialize", "coordinator_address", "process_index", "process_count"),
         *("local_process_count", "addressable_runtime_device_count", "is_master"),
-        *("request_stop", "should_stop", "device_attributes"),
+        *("request_stop", "should_stop", "device_attributes", "device_type"),
     ),
     "manual": (
         *("axis_index", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),

@@ -13,6 +13,7 @@ import spmd_core as spmd
 from spmd_core import debugging, dtypes
 from spmd_core import metrics as _metrics
 from spmd_core.arguments import checked, require_kind
+from spmd_core.auto import registration
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
@@ -287,8 +288,8 @@ def _xla_get_tensor_id(t: torch.Tensor) -> int:
 
 
 def _xla_get_auto_sharding() -> bool:
-    """Whether shardings are found automatically; always False."""
-    return False
+    """Whether shardings are found automatically."""
+    return registration.is_automatic()
 
 
 def _xla_metrics_report() -> str:

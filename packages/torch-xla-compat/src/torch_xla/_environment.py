@@ -7,18 +7,16 @@ import os
 import warnings
 
 import spmd_core as spmd
+from spmd_core.auto import registration
 from spmd_core.config import config
 from spmd_core.dispatch import eager
 from spmd_core.runtime import startup
 from torch_xla import _saved_graphs
-from torch_xla._upstream import refuse
 
 # Variables that ask for something that this package does not do, and what to use instead.
 _WITHOUT_EFFECT = {
     "XLA_USE_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
     "XLA_DOWNCAST_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
-    "XLA_AUTO_SPMD_MESH": "Build a Mesh and mark tensors with mark_sharding.",
-    "XLA_AUTO_USE_GROUP_SHARDING": "Build a Mesh and mark tensors with mark_sharding.",
     "XLA_METRICS_FILE": "Write torch_xla.debug.metrics.metrics_report() where you want it.",
     "XLA_SAVE_HLO_FILE": "Print spmd_core.debugging.hlo().",
     "XLA_DUMP_HLO_GRAPH": "Print spmd_core.debugging.hlo().",
@@ -45,19 +43,31 @@ def is_set(name: str) -> bool:
     return value == "true" or (value.isdecimal() and int(value) > 0)
 
 
+def use_automatic_spmd() -> None:
+    """Turns on SPMD mode and automatic sharding, over a mesh of the shape `XLA_AUTO_SPMD_MESH`.
+
+    Without that variable, or with an empty one, the mesh is chosen too.
+
+    Raises:
+        ValueError: the variable is no shape of a mesh.
+    """
+    text = os.environ.get("XLA_AUTO_SPMD_MESH", "").strip()
+    sizes = [part.strip() for part in text.split(",")] if text else []
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(
+            f"XLA_AUTO_SPMD_MESH has the sizes of a mesh, with commas between them; got {text!r}. "
+            "Write for instance XLA_AUTO_SPMD_MESH=4,2, or unset it."
+        )
+    registration.start(tuple(map(int, sizes)))
+
+
 def apply() -> None:
     """Applies the variables, and warns of those that have no effect.
 
     Raises:
-        NotImplementedError: XLA_AUTO_SPMD is on; automatic sharding does not exist here.
-        ValueError: CPU_NUM_DEVICES is not a positive number, or XLA_SAVE_TENSORS_FMT no known form.
+        ValueError: XLA_AUTO_SPMD_MESH is no shape of a mesh, CPU_NUM_DEVICES is not a positive
+            number, or XLA_SAVE_TENSORS_FMT no known form.
     """
-    if is_set("XLA_AUTO_SPMD"):
-        refuse(
-            "XLA_AUTO_SPMD",
-            "asks for shardings that are found automatically",
-            "Unset it, and mark tensors with mark_sharding.",
-        )
     num_devices = os.environ.get("CPU_NUM_DEVICES")
     if num_devices is not None and os.environ.get("PJRT_DEVICE", "CPU").upper() == "CPU":
         if not num_devices.isdigit() or int(num_devices) < 1:
@@ -66,7 +76,9 @@ def apply() -> None:
                 f"got {num_devices!r}. Write for instance CPU_NUM_DEVICES=8."
             )
         spmd.simulate(int(num_devices))
-    if is_set("XLA_USE_SPMD"):
+    if is_set("XLA_AUTO_SPMD"):
+        use_automatic_spmd()
+    elif is_set("XLA_USE_SPMD"):
         spmd.use_spmd()
     path = os.environ.get("XLA_PERSISTENT_CACHE_PATH")
     if path:

@@ -13,8 +13,8 @@ from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError
 from spmd_core.program import compile_cache
 from spmd_core.runtime import processes, startup
-from torch_xla._environment import is_set
-from torch_xla._upstream import raising, refuse
+from torch_xla._environment import is_set, use_automatic_spmd
+from torch_xla._upstream import raising
 
 
 def set_device_type(pjrt_device: str) -> None:
@@ -116,17 +116,18 @@ def use_spmd(auto: bool = False) -> None:
 
     Also sets `XLA_USE_SPMD=1`, which turns it on in processes started from this one.
 
+    Args:
+        auto: whether shardings are found automatically (`spmd_core.use_spmd`), over a mesh of the
+            shape `XLA_AUTO_SPMD_MESH`, by default over the best one.
+
     Raises:
-        NotImplementedError: `auto` is True; automatic sharding does not exist here.
+        ValueError: XLA_AUTO_SPMD_MESH is no shape of a mesh.
     """
-    if auto:
-        refuse(
-            "use_spmd(auto=True)",
-            "asks for shardings that are found automatically",
-            "Call use_spmd() and mark tensors with mark_sharding.",
-        )
     os.environ["XLA_USE_SPMD"] = "1"
-    spmd.use_spmd()
+    if auto:
+        use_automatic_spmd()
+    else:
+        spmd.use_spmd()
 
 
 def is_spmd() -> bool:

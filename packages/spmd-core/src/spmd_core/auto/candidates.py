@@ -146,13 +146,12 @@ def _marked(groups: Groups) -> Iterator[tuple[int, Sharding]]:
 def _contradiction(groups: Groups, first: int, second: int, axis: int) -> str:
     tensors = groups.step.tensors
     names = [_described(groups, t) for t in (first, second)]
-    specs = [
-        getattr(tensors[t].fixed, "partition_spec", None) for t in (first, second)
-    ]
+    specs = [getattr(tensors[t].fixed, "partition_spec", None) for t in (first, second)]
     return (
         "marks of tensors that a step combines element by element must split the same dims; got "
-        f"{names[0]} marked with {specs[0]} and {names[1]} with {specs[1]}, which differ along axis "
-        f"{axis} of the mesh. Remove one of the marks with clear_sharding, or give both one spec."
+        f"{names[0]} marked with {specs[0]} and {names[1]} with {specs[1]}, which differ along "
+        f"axis {axis} of the mesh. Remove one of the marks with clear_sharding, or give both the "
+        "same spec."
     )
 
 

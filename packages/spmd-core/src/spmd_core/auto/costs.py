@@ -231,9 +231,9 @@ class CostModel:
         size = float(self.groups.step.tensors[tensor].num_bytes)
         tie = self.groups.tie[self.groups.of_tensor[tensor]]
         for other, choice in enumerate(choices):
-            if other != axis and choice[tie] != NONE:
-                if self.groups.dim_of(tensor, choice[tie]) is not None:
-                    size /= self.mesh_shape[other]
+            is_split = choice[tie] != NONE and self.groups.dim_of(tensor, choice[tie]) is not None
+            if other != axis and is_split:
+                size /= self.mesh_shape[other]
         return size
 
     def _reshard(self, axis: int, size: float, source: int | None, target: int | None) -> float:

@@ -1,4 +1,4 @@
-"""Decides among candidates by compilation: memory, collectives and FLOPs of the compiled program."""
+"""Decides among candidates by compilation: by their programs' memory, collectives and FLOPs."""
 
 import shutil
 import tempfile
@@ -196,10 +196,14 @@ def _nothing_fits(
     assert memory is not None
     state = sum(x.num_bytes for x in groups.step.tensors if x.leaf is not None)
     least = [x.program.peak_bytes for x in tried if x.program is not None]
-    smallest = f"the least that a compiled candidate takes is {min(least):,}" if least else (
-        "no candidate was small enough for the compiler"
-        if tried
-        else "the model found no candidate at all"
+    smallest = (
+        f"the least that a compiled candidate takes is {min(least):,}"
+        if least
+        else (
+            "no candidate was small enough for the compiler"
+            if tried
+            else "the model found no candidate at all"
+        )
     )
     count = len(topology.devices)
     more = max(count * 2, -(-2 * state // memory))

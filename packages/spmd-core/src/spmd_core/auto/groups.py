@@ -170,8 +170,11 @@ def _collected(
                         tensor_class[t, d] = classes[dims.find(key)]
                     else:
                         tensor_class[t, d] = class_of(key, size)
-            own_classes = [tensor_class[t, d] for d in range(len(step.tensors[t].spec.shape))
-                           if (t, d) in tensor_class]
+            own_classes = [
+                tensor_class[t, d]
+                for d in range(len(step.tensors[t].spec.shape))
+                if (t, d) in tensor_class
+            ]
             one.fixed.update(c for c in own_classes if own_classes.count(c) > 1)
     return Groups(
         step, tuple(groups), tuple(of_tensor), tuple(of_operation), tensor_class, factor_class, ()
@@ -234,7 +237,9 @@ def _signature(found: Groups, number: int) -> Hashable:
             id(step.tensors[t].spec.logical),
             step.tensors[t].leaf is None,
             step.tensors[t].fixed,
-            tuple(found.tensor_class.get((t, d), -1) for d in range(len(step.tensors[t].spec.shape))),
+            tuple(
+                found.tensor_class.get((t, d), -1) for d in range(len(step.tensors[t].spec.shape))
+            ),
         )
         for t in one.tensors
     )
@@ -248,4 +253,8 @@ def _edges(found: Groups) -> Iterator[tuple[int, int, int]]:
         for position, (t, _) in enumerate(operation.dims):
             if found.of_tensor[t] != own:
                 is_item = operation.entry.traits.by_item
-                yield own, found.of_tensor[t], hash((id(operation.entry), 0 if is_item else position))
+                yield (
+                    own,
+                    found.of_tensor[t],
+                    hash((id(operation.entry), 0 if is_item else position)),
+                )

@@ -1,9 +1,9 @@
-"""A recorded graph with the shardings of a choice: of inputs, results, activations and gradients."""
+"""A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
 from dataclasses import dataclass, replace
 
-from spmd_core.auto.groups import Groups
 from spmd_core.auto.costs import NONE
+from spmd_core.auto.groups import Groups
 from spmd_core.auto.solve import Solution
 from spmd_core.auto.step_graph import updated
 from spmd_core.graph.placement import Placement

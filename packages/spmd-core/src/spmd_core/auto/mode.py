@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from spmd_core.auto.decide import decide
 from spmd_core.auto.groups import group
 from spmd_core.auto.marked_graph import Shardings, marked
 from spmd_core.auto.step_graph import StepGraph, updated
+from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.planner.topology import present
@@ -34,10 +36,11 @@ class Automatic:
     that draw the weights, run as they are, and so do those with a manual region.
 
     Attributes:
-        mesh: the mesh of all plans; None until the first search has chosen one.
+        mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
+            search.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, mesh: Mesh | tuple[int, ...]) -> None:
         self.mesh = mesh
         self._known: dict[Hashable, Shardings | None] = {}
 
@@ -68,12 +71,13 @@ class Automatic:
             return None
         groups = group(StepGraph.of(graph))
         devices = present()
-        is_first = self.mesh is None or not any(leaf.placement.sharding for leaf in graph.leaves)
+        given = self._given(len(devices.devices))
+        is_first = not isinstance(self.mesh, Mesh) or not self._known
         _log.info("searching shardings for %s", planned.name)
         tried = decide(
             groups,
             devices,
-            mesh=self.mesh or marked_mesh(groups),
+            mesh=marked_mesh(groups) or given,
             memory=devices.hbm_bytes,
             most=_MOST_COMPILED if is_first else 0,
             objective="time",
@@ -82,6 +86,18 @@ class Automatic:
         )
         self.mesh = tried[0].shardings.mesh
         return tried[0].shardings
+
+    def _given(self, num_devices: int) -> Mesh | None:
+        if isinstance(self.mesh, Mesh):
+            return self.mesh
+        if not self.mesh:
+            return None
+        if math.prod(self.mesh) != num_devices:
+            raise AutoShardingError(
+                f"the mesh of automatic sharding has all {num_devices} devices; got one of shape "
+                f"{self.mesh}. Give sizes whose product is {num_devices}, or none."
+            )
+        return Mesh(range(num_devices), self.mesh)
 
 
 def _key(planned: CutPlan) -> Hashable:
@@ -127,11 +143,11 @@ def _with(planned: CutPlan, found: Shardings) -> CutPlan:
     return replace(planned, key=key, targets=placements, rewrite=rewrite)
 
 
-def start(mesh: Mesh | None = None) -> None:
+def start(mesh: Mesh | tuple[int, ...] = ()) -> None:
     """Turns automatic sharding on for programs that are compiled from now on.
 
     Args:
-        mesh: the mesh to use; None to choose one at the first program with a product.
+        mesh: the mesh to use, or its shape; () to choose one at the first program with a product.
     """
     with lock:
         planning.automatic = Automatic(mesh)

@@ -81,7 +81,7 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def _candidates(self) -> list[tuple[str, ...]]:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("candidate", "asked for", "modelled", "compiled", "modelled peak", "compiled peak")
         ]
         for one in self.tried:

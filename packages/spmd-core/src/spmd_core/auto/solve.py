@@ -117,7 +117,11 @@ def _axis(
         start.append(at)
         at += x.size
     objective = np.concatenate([*costs.own, *(x.reshape(-1) for _, _, x in pairs)])
-    rows, columns, values, low, high = [], [], [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    low: list[float] = []
+    high: list[float] = []
 
     def row(entries: list[tuple[int, float]], least: float, most: float) -> None:
         for column, value in entries:

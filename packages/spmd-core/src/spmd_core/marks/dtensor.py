@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spmd_core.arguments import require_callable, require_kind
-from spmd_core.errors import PartitionSpecError, ShardError, UnsupportedOpError
+from spmd_core.errors import PartitionSpecError, ShardError
 from spmd_core.manual import collectives, region, shard_map
 from spmd_core.marks import marking
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh, to_device_mesh
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 
 def auto_policy(name: str, module: nn.Module, device_mesh: AnyMesh) -> None:
-    """A placeholder for automatic sharding, which `distribute_module` refuses."""
+    """Given to `distribute_module`, asks for shardings that are found automatically."""
+
+
+def _without_search(mesh: Mesh) -> None:
+    raise AssertionError("spmd_core registers the search when it is imported")
+
+
+# Turns automatic sharding on over a mesh; set by `auto.registration`.
+# Guarded by: imports. Cleared by: never.
+on_auto_policy: Callable[[Mesh], None] = _without_search
 
 
 def distribute_tensor(
@@ -96,7 +105,8 @@ def distribute_module(
         device_mesh: see `distribute_tensor`.
         partition_fn: called as `(name, submodule, device_mesh)` for each submodule, which is on
             device `xla` by then; may mark or replace its parameters. Parameters that it does not
-            mark are replicated. None: all are replicated.
+            mark are replicated. None: all are replicated. `auto_policy`: shardings over the mesh
+            are found when the first step is compiled, as by `use_spmd(auto=True)`.
         input_fn: called as `(module, inputs, device_mesh)` before each forward; a result replaces
             the inputs.
         output_fn: called as `(module, outputs, device_mesh)` after each forward; a result replaces
@@ -110,7 +120,6 @@ def distribute_module(
         RuntimeError: the module was distributed before.
         ValueError: `input_fn` or `output_fn` does not take three arguments (two, without the
             module, are accepted with a warning).
-        UnsupportedOpError: `partition_fn` is `auto_policy`.
         MeshError: see `from_device_mesh`.
     """
     devices.require_spmd("distribute_module")
@@ -118,12 +127,6 @@ def distribute_module(
     if partition_fn is not None:
         require_callable("partition_fn", partition_fn)
     mesh = from_device_mesh(device_mesh).mesh
-    if partition_fn is auto_policy:
-        raise UnsupportedOpError(
-            "auto_policy asks for shardings that are found automatically, "
-            "which is not available. "
-            "Pass a partition_fn that marks the parameters, or call shard_module(module, rules)."
-        )
     num_for_input, num_for_output = (
         _num_arguments(input_fn, "input_fn"),
         _num_arguments(output_fn, "output_fn"),
@@ -135,19 +138,32 @@ def distribute_module(
         )
     # First, so that partition_fn may mark in place; host data is uploaded at its first use.
     module.to("xla")
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh if device_mesh is not None else mesh)
-    for tensor in (*module.parameters(), *module.buffers()):
-        if isinstance(tensor, XLAShardedTensor) and tensor.sharding is None:
-            marking.mark_sharding(tensor, mesh, ())
     given = mesh if device_mesh is None else device_mesh
+    if partition_fn is auto_policy:
+        on_auto_policy(mesh)
+    else:
+        _mark_all(module, mesh, given, partition_fn)
     if input_fn is not None:
         module.register_forward_pre_hook(_hook(input_fn, num_for_input, given))
     if output_fn is not None:
         module.register_forward_hook(_hook(output_fn, num_for_output, given))
     module._spmd_distributed = True  # type: ignore[assignment]
     return module
+
+
+def _mark_all(
+    module: nn.Module,
+    mesh: Mesh,
+    given: AnyMesh,
+    partition_fn: Callable[[str, nn.Module, AnyMesh], None] | None,
+) -> None:
+    """Has the user's function mark each submodule's parameters; replicates what is left."""
+    for name, submodule in module.named_modules() if partition_fn is not None else ():
+        assert partition_fn is not None
+        partition_fn(name, submodule, given)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, XLAShardedTensor) and tensor.sharding is None:
+            marking.mark_sharding(tensor, mesh, ())
 
 
 def _hook(fn: Callable[..., Any], count: int, device_mesh: AnyMesh) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from spmd_core.runtime import devices, processes
 
 def _is_tpu() -> bool:
     if not devices.is_started() and not os.environ.get("PJRT_DEVICE"):
-        return devices.expects_tpus() and spmd.device_type() == "TPU"
-    return spmd.device_type() == "TPU"
+        return devices.expects_tpus() and spmd.distributed.device_type() == "TPU"
+    return spmd.distributed.device_type() == "TPU"
 
 
 def num_available_devices() -> int:

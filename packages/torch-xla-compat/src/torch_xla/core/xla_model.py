@@ -99,7 +99,7 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
 def xla_device_hw(device: Any) -> str:
     """The platform of a device: CPU, TPU or CUDA. RuntimeError for an unknown device."""
     physical_names([device])
-    return spmd.device_type()
+    return spmd.distributed.device_type()
 
 
 def xla_device_kind(device: Any = None) -> str:

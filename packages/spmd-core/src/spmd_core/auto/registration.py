@@ -1,0 +1,66 @@
+"""What of automatic sharding is there before it is used: the switch, and `auto_policy`.
+
+The search needs scipy and takes a while to import, so it is imported when it is asked for.
+"""
+
+import importlib
+
+from spmd_core.arguments import checked, require_bool, require_kind
+from spmd_core.marks import dtensor
+from spmd_core.program import planning
+from spmd_core.runtime import devices
+from spmd_core.sharding.mesh import Mesh
+
+
+@checked()
+def use_spmd(*, auto: bool = False, mesh: Mesh | None = None) -> None:
+    """Turns on SPMD mode: one program over all devices, partitioned as the marks say.
+
+    Tensors that exist already stay valid. With `auto`, shardings are found for what is not marked:
+    each new program with a matrix product or a convolution is searched as by `auto_shard` when it
+    is about to be compiled. The first one chooses the mesh; its parameters and state are marked, so
+    that `tensor.sharding` shows their shardings, and inputs of later steps are split as it has
+    chosen when they are uploaded. Marks of the user stay, and are constraints. A program with
+    `shard_map`, a pipeline or stacked layers runs as it is.
+
+    Args:
+        auto: whether shardings are found automatically from now on; a call without it turns that
+            off, and tensors keep their marks.
+        mesh: with `auto`, the mesh to use; by default the best one is chosen.
+
+    Raises:
+        ValueError: a mesh was given without `auto`.
+        AutoShardingError: raised by a step, if marks contradict each other or nothing fits.
+    """
+    require_bool("auto", auto)
+    require_kind("mesh", mesh, Mesh, type(None), write="for instance mesh=Mesh(range(8), (8,))")
+    if mesh is not None and not auto:
+        raise ValueError(
+            "use_spmd takes a mesh for automatic sharding alone; got a mesh without auto=True. "
+            "Write use_spmd(auto=True, mesh=mesh), or set_global_mesh(mesh)."
+        )
+    if auto:
+        start(() if mesh is None else mesh)
+        return
+    devices.use_spmd()
+    if is_automatic():
+        importlib.import_module("spmd_core.auto.mode").stop()
+
+
+def start(mesh: Mesh | tuple[int, ...]) -> None:
+    """Turns on SPMD mode and automatic sharding, over a mesh or one of this shape; () for any.
+
+    Starts no devices: whether a shape fits them is seen at the first search.
+    """
+    devices.use_spmd()
+    importlib.import_module("spmd_core.auto.mode").start(mesh)
+
+
+def is_automatic() -> bool:
+    """Whether shardings are found automatically."""
+    return planning.automatic is not None
+
+
+def install() -> None:
+    """Lets `distribute_module(module, mesh, auto_policy)` turn automatic sharding on."""
+    dtensor.on_auto_policy = lambda mesh: use_spmd(auto=True, mesh=mesh)
