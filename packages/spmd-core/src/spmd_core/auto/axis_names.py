@@ -1,6 +1,7 @@
 """Names for the axes of a mesh that a search chose, by what they split."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from spmd_core.auto.candidates import Candidate
 from spmd_core.auto.costs import NONE
@@ -10,24 +11,11 @@ from spmd_core.auto.groups import Groups
 def axis_names(groups: Groups, candidate: Candidate) -> tuple[str, ...]:
     """A name for each axis: `data`, `fsdp` or `tensor`, with a number if several would have it.
 
-    An axis that splits the first dim of an input is called `fsdp` if it splits most of the
-    parameters' bytes too, else `data`; any other axis is called `tensor`.
+    An axis that splits a dim of weights in most of the FLOPs that it splits is called `tensor`. Any
+    other splits the batch, or something like it; it is called `fsdp` if it also splits most of the
+    parameters' bytes where they are stored, else `data`.
     """
-    step = groups.step
-    names = []
-    for choice in candidate.solution.choices:
-        batch, split, total = False, 0, 0
-        for t, tensor in enumerate(step.tensors):
-            if tensor.leaf is None or not tensor.spec.shape:
-                continue
-            c = choice[groups.tie[groups.of_tensor[t]]]
-            dim = None if c == NONE else groups.dim_of(t, c)
-            if tensor.leaf in step.updated:
-                total += tensor.num_bytes
-                split += tensor.num_bytes if dim is not None else 0
-            elif dim == 0:
-                batch = True
-        names.append(("fsdp" if 2 * split > total else "data") if batch else "tensor")
+    names = [_name(groups, choice) for choice in candidate.solution.choices]
     counts = Counter(names)
     seen: Counter[str] = Counter()
     found = []
@@ -35,3 +23,30 @@ def axis_names(groups: Groups, candidate: Candidate) -> tuple[str, ...]:
         seen[name] += 1
         found.append(f"{name}{seen[name]}" if counts[name] > 1 else name)
     return tuple(found)
+
+
+def _name(groups: Groups, choice: Sequence[int]) -> str:
+    step = groups.step
+    state = {groups.of_tensor[leaf] for leaf in step.updated}
+    in_weights = elsewhere = 0
+    for i, operation in enumerate(step.operations):
+        c = choice[groups.tie[groups.of_operation[i]]]
+        split = [f for f in operation.factors if groups.factor_class[i, f] == c]
+        if not split or not operation.flops:
+            continue
+        of_weights = {
+            f for t, dims in operation.dims if groups.of_tensor[t] in state for d in dims for f in d
+        }
+        if of_weights.isdisjoint(split):
+            elsewhere += operation.flops
+        else:
+            in_weights += operation.flops
+    if in_weights > elsewhere:
+        return "tensor"
+    total = stored = 0
+    for leaf in step.updated:
+        c = choice[groups.tie[groups.of_tensor[leaf]]]
+        size = step.tensors[leaf].num_bytes
+        total += size
+        stored += size if c != NONE and groups.dim_of(leaf, c) is not None else 0
+    return "fsdp" if 2 * stored > total else "data"

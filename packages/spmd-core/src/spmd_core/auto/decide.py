@@ -8,9 +8,11 @@ from pathlib import Path
 
 from spmd_core.auto.axis_names import axis_names
 from spmd_core.auto.candidates import Candidate, Kind, candidates
+from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, sharding_of, shardings
+from spmd_core.auto.solve import sent
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
 from spmd_core.planner.planned import ProgramPlan
@@ -35,6 +37,7 @@ class Tried:
         shardings: its shardings.
         program: what the compiler says; None if it was not compiled, or does not fit.
         seconds: the modelled time of the compiled program; None without one.
+        sent: the bytes that a device sends by the model; 0 if it was not compiled.
         refusal: the compiler's words for a program that does not fit.
     """
 
@@ -42,6 +45,7 @@ class Tried:
     shardings: Shardings
     program: ProgramPlan | None = None
     seconds: float | None = None
+    sent: float = 0.0
     refusal: str = ""
 
     def sharding_of(self, groups: Groups, tensor: int) -> Sharding:
@@ -159,20 +163,27 @@ def _compiled(
                 except DeviceMemoryError as error:
                     found.append(Tried(one.candidate, one.shardings, refusal=str(error)))
                     continue
-                seconds = program_seconds(program, machine)
-                found.append(Tried(one.candidate, one.shardings, program, seconds))
+                seconds = program_seconds(program, machine, one.candidate.solution.work_s)
+                model = CostModel(groups, one.candidate.mesh_shape, machine)
+                bytes_sent = sent(model, one.candidate.solution.choices)
+                found.append(Tried(one.candidate, one.shardings, program, seconds, bytes_sent))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
-def program_seconds(program: ProgramPlan, machine: Machine) -> float:
+def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:
     """The modelled time of a compiled program: its roofline, and then its collectives.
 
     Collectives are counted as if nothing overlapped them, since no schedule is known.
+
+    Args:
+        program: the program.
+        machine: the devices.
+        work_s: seconds that a device computes and moves its memory at least, by another model.
     """
     costs = program.costs
-    compute = costs.compiler_flops / machine.flops
+    compute = max(costs.compiler_flops / machine.flops, work_s)
     memory = costs.least_bytes / machine.memory_bytes_per_s
     times = sum(1 if c.executions is None else c.executions for c in program.collectives)
     sent = costs.ici_bytes / machine.links_bytes_per_s

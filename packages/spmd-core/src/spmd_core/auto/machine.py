@@ -1,6 +1,7 @@
 """What devices do in a second, for the search's model: FLOPs, memory and collectives by axis."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -63,6 +64,17 @@ class Machine:
             _LATENCY_S,
             memory,
             per_slice,
+        )
+
+    def counting_bytes(self) -> "Machine":
+        """A machine on which modelled seconds are the bytes that a device sends."""
+        return replace(
+            self,
+            flops=math.inf,
+            memory_bytes_per_s=math.inf,
+            links_bytes_per_s=1.0,
+            network_bytes_per_s=1.0,
+            latency_s=0.0,
         )
 
     def bandwidth(self, stride: int, size: int) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
-from spmd_core.auto.costs import NONE, AxisCosts, Choice, CostModel
+from spmd_core.auto.costs import NONE, Choice, CostModel
 
 _MOST_SWEEPS = 3
 _GAP = 1e-3
@@ -26,11 +26,13 @@ class Solution:
     Attributes:
         choices: for each axis, for each tie the class that it splits, or NONE.
         seconds: the modelled time of a step.
+        work_s: the part of it without collectives: FLOPs, and reading and writing memory.
         bytes: the modelled memory of a device.
     """
 
     choices: tuple[tuple[int, ...], ...]
     seconds: float
+    work_s: float
     bytes: float
 
 
@@ -61,8 +63,8 @@ def solve(
             choices[axis] = found
         if choices == before or num_axes == 1:
             break
-    seconds = evaluate(model, choices)
-    return Solution(tuple(map(tuple, choices)), seconds, memory_of(model, choices))
+    seconds, work = evaluate(model, choices), work_of(model, choices)
+    return Solution(tuple(map(tuple, choices)), seconds, work, memory_of(model, choices))
 
 
 def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
@@ -73,19 +75,26 @@ def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
         costs = model.axis_costs(axis, lists)
         total += costs.total(lists[axis])
         if axis:  # the work is in each axis's costs, and counts once
-            total -= _work(model, lists, costs, axis)
+            total -= work_of(model, lists)
     return total
 
 
-def _work(model: CostModel, choices: list[Choice], costs: AxisCosts, axis: int) -> float:
+def sent(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
+    """The bytes that a device sends in collectives, by the model."""
+    counting = CostModel(model.groups, model.mesh_shape, model.machine.counting_bytes())
+    return evaluate(counting, choices)
+
+
+def work_of(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
+    """The modelled seconds in which a device computes its part of all operations."""
+    lists = [list(c) for c in choices]
+    options = model.options(0, lists)
     work = 0.0
-    groups = model.groups
     for i, times in model.operations:
-        operation = groups.step.operations[i]
-        tie = groups.tie[groups.of_operation[i]]
-        options = costs.options[tie]
-        at = options.index(choices[axis][tie])
-        work += times * float(model.plain_work(i, operation, axis, choices, options)[0][at])
+        operation = model.groups.step.operations[i]
+        tie = model.groups.tie[model.groups.of_operation[i]]
+        seconds, _ = model.plain_work(i, operation, 0, lists, options[tie])
+        work += times * float(seconds[options[tie].index(lists[0][tie])])
     return work
 
 

@@ -1,0 +1,243 @@
+"""Are shardings that are found automatically as good as an expert's, and is the model honest?
+
+For each model of `benchmarks.auto_models`, on eight emulated devices:
+
+1. A step with the shardings of `spmd.auto_shard`, in turns with each of the manual ones (data
+   parallelism, FSDP, FSDP with tensor parallelism): CPU time, and peak memory of the program.
+2. The losses of three steps beside those of eager torch.
+3. The seconds of the search, before candidates are compiled and in all.
+4. Over all candidates that were compiled: the rank correlation (Spearman's) of modelled and
+   compiled bytes of collectives, and of peak memory.
+
+    python -m benchmarks.auto_sharding
+    python -m benchmarks.auto_sharding --models gpt2 llama --rounds 3
+
+Each model runs in a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import whole
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    NAMES = ("gpt2", "llama", "resnet", "vit", "t5", "mixtral", "two_tower", "mixer")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="default: all")
+    parser.add_argument("--size", default="small", help="of the models (default: small)")
+    parser.add_argument("--rounds", type=whole(), default=5, help="of turns (default 5)")
+    parser.add_argument("--candidates", type=whole(), default=5, help="to compile (default 5)")
+    parser.add_argument("--only", choices=NAMES, help="measure this one; the script uses this")
+    parser.add_argument("--json", type=Path, help="where --only writes its figures")
+    args = parser.parse_args()
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from scipy import stats
+from tqdm import tqdm
+
+import spmd_core as spmd
+from benchmarks.auto_models import MODELS, mesh_of
+from spmd_core.auto.sharding_plan import ShardingPlan
+
+NUM_DEVICES = 8
+STRATEGIES = ("data", "fsdp", "fsdp_tensor")
+EAGER, AUTO = "eager", "auto"
+LEAST_RATIO, LEAST_BETTER, LEAST_RANK, MOST_ERROR = 0.96, 1 / 3, 0.9, 1e-5
+MOST_MODEL_S, MOST_SEARCH_S = 30, 300
+# XLA's worker threads spin for a while after their work, which would count as the next step's.
+SETTLE_S = 0.05
+
+
+def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, Any]:
+    """A model's figures."""
+    spmd.simulate(NUM_DEVICES)
+    spmd.use_spmd()
+    found: dict[str, Any] = {"losses": {}, "peaks": {}, "cpu_s": {}}
+    steps: dict[str, Callable[[], torch.Tensor]] = {}
+    found["losses"][EAGER] = _eager_losses(name, size)
+    for strategy in (AUTO, *STRATEGIES):
+        step, search = _prepared(name, size, strategy, candidates)
+        found |= search
+        losses = []
+        for _ in range(3):
+            losses.append(step().item())
+        found["losses"][strategy] = losses
+        found["peaks"][strategy] = max(x.peak_bytes for x in spmd.metrics.programs()[-4:])
+        steps[strategy] = step
+        gc.collect()
+    times: dict[str, list[float]] = {strategy: [] for strategy in steps}
+    for _ in range(rounds):
+        for strategy, step in steps.items():
+            time.sleep(SETTLE_S)
+            start = time.process_time()
+            step()
+            spmd.sync(wait=True)
+            times[strategy].append(time.process_time() - start)
+    found["cpu_s"] = {strategy: statistics.median(x) for strategy, x in times.items()}
+    return found
+
+
+def _eager_losses(name: str, size: str) -> list[float]:
+    """The losses of three steps of eager torch, from the weights that the device draws."""
+    torch.manual_seed(0)
+    net, _, _, inputs = MODELS[name].build(size, "xla")
+    spmd.sync()
+    copy, _, step, _ = MODELS[name].build(size, "cpu")
+    copy.load_state_dict({key: value.cpu() for key, value in net.state_dict().items()})
+    own = [x.cpu() for x in inputs]
+    del net, inputs
+    gc.collect()
+    return [float(step(*own)) for _ in range(3)]
+
+
+def _prepared(
+    name: str, size: str, strategy: str, candidates: int
+) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
+    """A step of a new model under a strategy, and the figures of the search."""
+    model = MODELS[name]
+    torch.manual_seed(0)
+    net, _, step, inputs = model.build(size, "xla")
+    search: dict[str, Any] = {}
+    if strategy != AUTO:
+        model.manual[strategy](net, inputs, mesh_of(strategy, NUM_DEVICES))
+    spmd.sync(wait=True)
+    if strategy == AUTO:
+        start = time.perf_counter()
+        plan = spmd.auto_shard(step, *inputs, candidates=candidates)
+        search["search_s"] = time.perf_counter() - start
+        compiled = sum(x.program.compile_s for x in plan.tried if x.program is not None)
+        search["model_s"] = search["search_s"] - compiled
+        search["mesh"] = plan.tried[0].shardings.mesh_text
+        search["kind"] = plan.tried[0].candidate.kind.value
+        search["candidates"] = _candidates(plan)
+
+    def run() -> torch.Tensor:
+        loss = step(*inputs)
+        spmd.sync()
+        return loss
+
+    return run, search
+
+
+def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "mesh": one.shardings.mesh_text,
+            "kind": one.candidate.kind.value,
+            "modelled_s": one.candidate.solution.seconds,
+            "compiled_s": one.seconds,
+            "modelled_bytes": one.candidate.solution.bytes,
+            "compiled_bytes": one.program.peak_bytes,
+            "modelled_sent": one.sent,
+            "compiled_sent": one.program.costs.ici_bytes + one.program.costs.dcn_bytes,
+        }
+        for one in plan.tried
+        if one.program is not None
+    ]
+
+
+def _run(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        words = [sys.executable, "-m", "benchmarks.auto_sharding", "--only", name]
+        words += ["--size", args.size, "--rounds", str(args.rounds), "--json", str(path)]
+        words += ["--candidates", str(args.candidates)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def _error(losses: dict[str, list[float]]) -> float:
+    pairs = zip(losses[AUTO], losses[EAGER], strict=True)
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+def _row(name: str, found: dict[str, Any]) -> list[str]:
+    cpu, peaks = found["cpu_s"], found["peaks"]
+    best = min(STRATEGIES, key=cpu.__getitem__)
+    return [
+        name,
+        found["mesh"],
+        f"{cpu[AUTO] * 1e3:,.0f} ms",
+        f"{best}: {cpu[best] * 1e3:,.0f} ms",
+        f"{cpu[best] / cpu[AUTO]:.2f}",
+        f"{peaks[AUTO] / 1e6:,.1f} MB",
+        f"{peaks[best] / 1e6:,.1f} MB",
+        f"{_error(found['losses']):.0e}",
+        f"{found['model_s']:.1f} s",
+        f"{found['search_s']:.0f} s",
+    ]
+
+
+def _rank(candidates: Sequence[dict[str, Any]], what: str) -> float:
+    modelled = [x[f"modelled_{what}"] for x in candidates]
+    return float(stats.spearmanr(modelled, [x[f"compiled_{what}"] for x in candidates]).statistic)
+
+
+def _note(text: str, holds: bool) -> str:
+    return f"{verdict(holds)}: {text}."
+
+
+def main() -> None:
+    if args.only:
+        figures = measured(args.only, args.size, args.rounds, args.candidates)
+        args.json.write_text(json.dumps(figures))
+        return
+    found = {name: _run(name) for name in tqdm(args.models, desc="models", disable=None)}
+    ratios = [min(x["cpu_s"][s] for s in STRATEGIES) / x["cpu_s"][AUTO] for x in found.values()]
+    better = sum(ratio > 1 for ratio in ratios) / len(ratios)
+    tried = [x for one in found.values() for x in one["candidates"]]
+    ranks = {what: _rank(tried, what) for what in ("sent", "bytes")}
+    errors = [_error(x["losses"]) for x in found.values()]
+    notes = [
+        _note(
+            f"the least rate of automatic shardings over the best manual ones is "
+            f"{min(ratios):.2f}, at least {LEAST_RATIO} asked",
+            min(ratios) >= LEAST_RATIO,
+        ),
+        _note(
+            f"they are better for {better:.0%} of the models, a third asked",
+            better >= LEAST_BETTER,
+        ),
+        _note(
+            f"over {len(tried)} compiled candidates the rank correlation of modelled and compiled "
+            f"bytes of collectives is {ranks['sent']:.3f}, of peak memory {ranks['bytes']:.3f}; "
+            f"at least {LEAST_RANK} asked",
+            min(ranks.values()) >= LEAST_RANK,
+        ),
+        _note(
+            f"losses of three steps differ from eager torch's by at most {max(errors):.0e}"
+            f", at most {MOST_ERROR:.0e} asked",
+            max(errors) <= MOST_ERROR,
+        ),
+        _note(
+            f"searches take at most {max(x['model_s'] for x in found.values()):.1f} s before and "
+            f"{max(x['search_s'] for x in found.values()):.0f} s with compilation; "
+            f"{MOST_MODEL_S} and {MOST_SEARCH_S} s asked",
+            all(
+                x["model_s"] <= MOST_MODEL_S and x["search_s"] <= MOST_SEARCH_S
+                for x in found.values()
+            ),
+        ),
+    ]
+    columns = [
+        *("model", "mesh", "step", "best manual", "rate", "peak", "its peak"),
+        *("losses", "search", "with compilation"),
+    ]
+    rows = [_row(name, x) for name, x in found.items()]
+    title = f"Automatic shardings on {NUM_DEVICES} emulated devices, {args.size} models"
+    publish("auto_sharding", Table(title, columns, rows, notes), found, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()
