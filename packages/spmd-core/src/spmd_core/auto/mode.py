@@ -3,18 +3,21 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from spmd_core.auto.auto_shard import marked_mesh
+from spmd_core.auto.auto_shard import marked_mesh, plan_of
 from spmd_core.auto.decide import decide
 from spmd_core.auto.groups import group
+from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked
+from spmd_core.auto.recorded_step import RecordedStep
 from spmd_core.auto.step_graph import StepGraph, updated
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.metrics.flops import entry_flops
-from spmd_core.planner.topology import present
+from spmd_core.planner.topology import Topology, present
 from spmd_core.program import leaves, planning, tensor_names
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program_graph import RecordedGraph
@@ -38,16 +41,21 @@ class Automatic:
     Attributes:
         mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
             search.
+        topology: the devices of the plan for which this was turned on; None for programs that run.
+        texts: of such a plan, the table of each search.
     """
 
-    def __init__(self, mesh: Mesh | tuple[int, ...]) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh | tuple[int, ...], topology: Topology | None = None) -> None:
+        self.mesh, self.topology = mesh, topology
+        self.texts: list[str] = []
         self._known: dict[Hashable, Shardings | None] = {}
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
         """The plan that `plan()` makes, with the shardings of a search."""
         planned = plan()
-        if abstract.run() is not None or planned.stacked.rows or planned.stacked.results:
+        if (abstract.run() is not None) != (self.topology is not None):
+            return planned
+        if planned.stacked.rows or planned.stacked.results:
             return planned
         key = _key(planned)
         if key in self._known:
@@ -70,10 +78,11 @@ class Automatic:
         if is_local or not any(entry_flops(node.entry) for node in graph.nodes):
             return None
         groups = group(StepGraph.of(graph))
-        devices = present()
+        devices = self.topology or present()
         given = self._given(len(devices.devices))
         is_first = not isinstance(self.mesh, Mesh) or not self._known
         _log.info("searching shardings for %s", planned.name)
+        names = tensor_names.names()
         tried = decide(
             groups,
             devices,
@@ -81,10 +90,15 @@ class Automatic:
             memory=devices.hbm_bytes,
             most=_MOST_COMPILED if is_first else 0,
             objective="time",
-            names=tensor_names.names(),
+            names=names,
             report=_log.info,
         )
         self.mesh = tried[0].shardings.mesh
+        if self.topology is not None:
+            owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
+            recorded = RecordedStep(graph, names, leaves=owners)
+            made = plan_of(recorded, groups, tried, Machine.of(devices.devices))
+            self.texts.append(f"{made.table()}\n\n{made.code()}")
         return tried[0].shardings
 
     def _given(self, num_devices: int) -> Mesh | None:
@@ -154,6 +168,22 @@ def start(mesh: Mesh | tuple[int, ...] = ()) -> None:
 
 
 def stop() -> None:
-    """Turns automatic sharding off; tensors keep their marks."""
+    """Turns automatic sharding off, but that of a plan; tensors keep their marks."""
     with lock:
-        planning.automatic = None
+        if isinstance(planning.automatic, Automatic) and planning.automatic.topology is None:
+            planning.automatic = None
+
+
+@contextmanager
+def in_plan(topology: Topology) -> Iterator[list[str]]:
+    """Inside, automatic sharding is on for the programs of a plan for these devices.
+
+    Yields:
+        A list that gets a table and code for each program that is searched.
+    """
+    before = planning.automatic
+    planning.automatic = found = Automatic((), topology)
+    try:
+        yield found.texts
+    finally:
+        planning.automatic = before

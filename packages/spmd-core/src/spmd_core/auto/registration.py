@@ -7,6 +7,7 @@ import importlib
 
 from spmd_core.arguments import checked, require_bool, require_kind
 from spmd_core.marks import dtensor
+from spmd_core.planner import plan
 from spmd_core.program import planning
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
@@ -62,5 +63,8 @@ def is_automatic() -> bool:
 
 
 def install() -> None:
-    """Lets `distribute_module(module, mesh, auto_policy)` turn automatic sharding on."""
+    """Lets `distribute_module(module, mesh, auto_policy)` and `plan` turn it on."""
     dtensor.on_auto_policy = lambda mesh: use_spmd(auto=True, mesh=mesh)
+    plan.automatic = lambda topology: importlib.import_module("spmd_core.auto.mode").in_plan(
+        topology
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmd_core.errors import PlanError, PlanReadError
+from spmd_core.errors import AutoShardingError, PlanError, PlanReadError
 from spmd_core.planner.options import EXIT_USAGE, check, parser, values_of, words_of
 from spmd_core.planner.plan import plan
 from spmd_core.planner.planned import TopologyPlan
@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet_steps=options.steps,
             compile_all=options.all,
             machine_code=options.code,
+            auto=options.auto,
         )
-    except (PlanError, PlanReadError) as error:
+    except (AutoShardingError, PlanError, PlanReadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

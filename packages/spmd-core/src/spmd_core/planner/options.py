@@ -13,7 +13,7 @@ from spmd_core.errors import PlanError
 from spmd_core.planner.topology_names import parse
 
 EXIT_USAGE = 2
-_OF_ONE = ("steps", "all", "code")  # options that do not combine with --search
+_OF_ONE = ("steps", "all", "code", "auto")  # options that do not combine with --search
 
 
 def check_command_line() -> None:
@@ -168,6 +168,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also generates machine code and counts its bytes; for TPUs this takes several times "
         "as long, and several times as much of the host's memory",
+    )
+    options.add_argument(
+        "--auto",
+        action="store_true",
+        help="finds shardings for what the script does not mark, as use_spmd(auto=True) does, and "
+        "prints them",
     )
     options.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
     options.add_argument(

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,16 @@ from spmd_core.steps import closures
 # The number of steps that update state and compile nothing new after which a plan is complete. More
 # than one, because a script may end each backward pass that it accumulates as a step.
 _QUIET_STEPS = 3
+
+
+def _without_search(topology: Topology) -> AbstractContextManager[list[str]]:
+    raise AssertionError("spmd_core registers the search when it is imported")
+
+
+# Automatic sharding for the programs of a plan: a context manager, whose value has a text for each
+# program that was searched. Set by `auto.registration`.
+# Guarded by: imports. Cleared by: never.
+automatic: Callable[[Topology], AbstractContextManager[list[str]]] = _without_search
 
 
 class _CompleteError(BaseException):
@@ -128,6 +138,7 @@ def plan(
     quiet_steps: int = _QUIET_STEPS,
     compile_all: bool = False,
     machine_code: bool = False,
+    auto: bool = False,
 ) -> TopologyPlan:
     """What a training function takes on devices that need not exist.
 
@@ -149,12 +160,14 @@ def plan(
         machine_code: whether to generate machine code for TPUs and count its bytes. That takes
             several times as long, and several times as much of the host's memory. XLA's compiler
             for CPUs does not tell the size of its code.
+        auto: whether shardings are found for what is not marked, as by `use_spmd(auto=True)`.
 
     Returns:
         The plan, with the compiler's message for each program that does not fit the memory.
 
     Raises:
         PlanError: there is no such topology, or libtpu is not installed.
+        AutoShardingError: with `auto`, no sharding is found that fits.
         PlanReadError: the function reads a value before any step was complete; the message has the
             line, and what to change.
     """
@@ -184,6 +197,7 @@ def plan(
             _with_source_lines(),
             closures.set_aside(),
             abstract.planning(found.devices, run),
+            automatic(found) if auto else nullcontext([]) as shardings,
         ):
             execution.around_step.append(recorder.around_step)
             try:
@@ -216,7 +230,13 @@ def plan(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return TopologyPlan(
-        found, tuple(programs), tuple(left_out), recorder.num_steps, tuple(refusals), ended_by
+        found,
+        tuple(programs),
+        tuple(left_out),
+        recorder.num_steps,
+        tuple(refusals),
+        ended_by,
+        tuple(shardings),
     )
 
 

@@ -68,6 +68,7 @@ class TopologyPlan:
         num_steps: the number of steps that were recorded.
         refusals: the compiler's message for each program that does not fit the devices' memory.
         ended_by: why the plan ended early; empty if it did not.
+        shardings: for each program whose shardings were found automatically, a table of them.
     """
 
     topology: Topology
@@ -76,6 +77,7 @@ class TopologyPlan:
     num_steps: int = 0
     refusals: tuple[str, ...] = ()
     ended_by: str = ""
+    shardings: tuple[str, ...] = ()
 
     @property
     def largest(self) -> ProgramPlan | None:
@@ -243,6 +245,8 @@ def text(plan: TopologyPlan) -> str:
         lines += ["", "DOES NOT FIT, as the compiler found:", *_indented(refusal)]
     if plan.ended_by:
         lines += ["", "The plan ended early:", *_indented(plan.ended_by)]
+    for table in plan.shardings:
+        lines += ["", "Shardings that were found:", *_indented(table)]
     shown = plan.step or plan.largest
     if shown is None:
         return "\n".join([*lines, "", "No program was compiled."])
