@@ -68,11 +68,11 @@ def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, An
     for strategy in (AUTO, *STRATEGIES):
         step, search = _prepared(name, size, strategy, candidates)
         found |= search
-        losses = []
-        for _ in range(3):
-            losses.append(step().item())
-        found["losses"][strategy] = losses
-        found["peaks"][strategy] = max(x.peak_bytes for x in spmd.metrics.programs()[-4:])
+        spmd.metrics.reset()
+        found["losses"][strategy] = [step().item() for _ in range(3)]
+        found["peaks"][strategy] = max(
+            x.peak_bytes for x in spmd.metrics.programs() if x.executions
+        )
         steps[strategy] = step
         gc.collect()
     times: dict[str, list[float]] = {strategy: [] for strategy in steps}

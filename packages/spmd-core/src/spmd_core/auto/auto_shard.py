@@ -1,5 +1,6 @@
 """`auto_shard`: finds the shardings of a step, and applies them as marks."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -181,10 +182,11 @@ def plan_of(
     best = tried[0]
     step = groups.step
     names: dict[str, int] = {}
+    numbers = itertools.count()
     for i, storage in enumerate(recorded.leaves):
         name = None if storage is None else recorded.names.get(storage)
         if step.tensors[i].spec.shape:
-            names[name or f"input {i}"] = i
+            names[name or f"input {next(numbers)}"] = i
     axes = best.shardings.mesh.axis_names or tuple(
         str(i) for i in range(len(best.candidate.mesh_shape))
     )

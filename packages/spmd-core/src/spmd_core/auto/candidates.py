@@ -1,10 +1,11 @@
 """Candidates of a search: the best choices by the model, for each mesh shape and kind."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from spmd_core.auto.batch import batch_classes
 from spmd_core.auto.costs import NONE, CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
@@ -16,14 +17,18 @@ from spmd_core.sharding.sharding import Sharding
 # A parameter of fewer bytes may stay whole in the kind that splits parameters.
 _SMALL_BYTES = 1 << 16
 _MOST_AXES = 3
+# XLA's partitioner reshards between several axes at once worse than the model thinks.
+_PER_AXIS = 1.03
 
 
 class Kind(Enum):
     """What a candidate was asked for, beside the least time."""
 
     FREE = "least time"
-    REPLICATED = "parameters whole on each device"
-    SHARDED = "parameters split over the first axis"
+    SHARDED = "least time, parameters split over the first axis"
+    REPLICATED = "least time, parameters whole"
+    FSDP = "batch and parameters split over the first axis"
+    DATA = "batch split over the first axis, parameters whole"
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,19 @@ def mesh_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def candidates(
-    groups: Groups, machine: Machine, *, mesh: Mesh | None, memory: float | None
+    groups: Groups,
+    machine: Machine,
+    inputs: Collection[int],
+    *,
+    mesh: Mesh | None,
+    memory: float | None,
 ) -> list[Candidate]:
     """The candidates, by modelled time; several of equal time and memory are one.
 
     Args:
         groups: the step.
         machine: the devices.
+        inputs: the leaves that come anew with each step.
         mesh: the mesh; None to try all shapes of meshes of the machine's devices.
         memory: the modelled bytes that a device has; None for no limit.
 
@@ -78,21 +89,33 @@ def candidates(
     """
     shapes = mesh_shapes(machine.num_devices) if mesh is None else (tuple(mesh.mesh_shape),)
     found: dict[tuple[float, float], Candidate] = {}
+    batch = batch_classes(groups, inputs)
     for shape in shapes:
         model = CostModel(groups, shape, machine)
         marks = fixed(groups, len(shape))
         for kind in Kind:
-            allowed = _allowed(model, marks, kind)
+            if len(shape) == _MOST_AXES and kind is not Kind.FREE and mesh is None:
+                continue
+            allowed = _allowed(model, marks, kind, batch)
             solution = solve(model, memory=memory, allowed=allowed)
             if solution is not None:
                 # Equal figures: the same choice on axes of another order, or of fewer devices.
                 key = (round(solution.seconds, 9), round(solution.bytes))
                 found.setdefault(key, Candidate(shape, kind, solution))
-    return sorted(found.values(), key=lambda x: (x.solution.seconds, x.solution.bytes))
+    return sorted(found.values(), key=_order)
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    """Modelled time, with what each further axis must gain to be worth its resharding."""
+    solution = candidate.solution
+    return solution.seconds * _PER_AXIS ** len(candidate.mesh_shape), solution.bytes
 
 
 def _allowed(
-    model: CostModel, marks: Sequence[Mapping[int, int]], kind: Kind
+    model: CostModel,
+    marks: Sequence[Mapping[int, int]],
+    kind: Kind,
+    batch: Mapping[int, int],
 ) -> list[dict[int, Sequence[int]]]:
     """For each axis the classes that some ties may choose."""
     groups = model.groups
@@ -101,19 +124,23 @@ def _allowed(
     ]
     if kind is Kind.FREE:
         return found
+    options = model.options(0, [[NONE] * model.num_ties for _ in model.mesh_shape])
+    if kind in (Kind.FSDP, Kind.DATA):
+        for group, c in batch.items():
+            tie = groups.tie[group]
+            if c in options[tie]:
+                found[0].setdefault(tie, (c,))
     for leaf in groups.step.updated:
         tie = groups.tie[groups.of_tensor[leaf]]
-        one = groups.groups[groups.of_tensor[leaf]]
         is_small = groups.step.tensors[leaf].num_bytes < _SMALL_BYTES
         for axis, of_axis in enumerate(found):
             if tie in marks[axis]:
                 continue
-            if kind is Kind.REPLICATED:
-                of_axis[tie] = (NONE,)
-            elif axis == 0 and not is_small:
-                options = model.options(0, [[NONE] * model.num_ties for _ in model.mesh_shape])
-                if len(options[tie]) > 1:
-                    of_axis[tie] = tuple(c for c in range(len(one.sizes)))
+            if kind in (Kind.REPLICATED, Kind.DATA):
+                if axis == 0 or kind is Kind.REPLICATED:
+                    of_axis[tie] = (NONE,)
+            elif axis == 0 and not is_small and len(options[tie]) > 1:
+                of_axis[tie] = tuple(c for c in options[tie] if c != NONE)
     return found
 
 

@@ -5,7 +5,8 @@ and a reduce-scatter send b (n-1)/n, an all-reduce twice as much, an all-to-all 
 et al., "Optimization of Collective Communication Operations in MPICH", 2005).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,8 @@ _MATERIALISED = 0.5
 # Of two choices that cost the same, the one that stores less is better: as if each byte that a
 # device holds were read once in so many steps.
 _STEPS_PER_READ = 100
+# The part of a latency that a parameter's collective costs, as XLA combines many into one.
+_COMBINED = 0.1
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,11 @@ class CostModel:
         # Along a dim that the results keep, and over which something is reduced, as in a softmax.
         for f in operation.factors:
             c = groups.factor_class[number, f]
+            if c in options and f in operation.rule.halos:
+                # Each device gets what it lacks of its two neighbours' parts of a window's operand.
+                most = max(groups.step.tensors[t].num_bytes for t, _ in operation.dims)
+                rim = share * most / operation.rule.sizes[f] * self.mesh_shape[axis]
+                costs[list(options).index(c)] += 2 * self._seconds(axis, rim)
             if c in options:
                 for t, i in operation.results:
                     kept = any(f in dim for dim in operation.rule.results[i])
@@ -161,23 +169,57 @@ class CostModel:
             For each option; and the part that the other axes leave to a device.
         """
         groups, tie = self.groups, self.groups.tie[self.groups.of_operation[number]]
-        classes = {groups.factor_class[number, f] for f in operation.factors}
+        factor_of = {groups.factor_class[number, f]: f for f in operation.factors}
+        parts: dict[int, int] = {}
         share = 1.0
         for other, choice in enumerate(choices):
-            if other != axis and choice[tie] in classes:
+            if other != axis and choice[tie] in factor_of:
                 share /= self.mesh_shape[other]
+                factor = factor_of[choice[tie]]
+                parts[factor] = parts.get(factor, 1) * self.mesh_shape[other]
         traffic = 0.0
         if operation.entry.traits.elements > Elements.PERMUTED:
             most = max((groups.step.tensors[t].num_bytes for t, _ in operation.dims), default=0)
             size = sum(groups.step.tensors[t].num_bytes for t, _ in operation.dims)
             part = 1.0 if not operation.is_light else _MATERIALISED
             traffic = part * (size if operation.entry.traits.by_item else min(size, 3 * most))
-        seconds = share * max(
-            operation.flops / self.machine.flops, traffic / self.machine.memory_bytes_per_s
-        )
         n = self.mesh_shape[axis]
-        costs = np.array([seconds / n if c in classes else seconds for c in options])
+        costs = np.zeros(len(options))
+        for i, c in enumerate(options):
+            split = dict(parts)
+            if c in factor_of:
+                split[factor_of[c]] = split.get(factor_of[c], 1) * n
+            part = share / n if c in factor_of else share
+            costs[i] = max(
+                operation.flops * self._padded(operation, split) / self.machine.flops,
+                traffic * part / self.machine.memory_bytes_per_s,
+            )
         return costs, share
+
+    def _padded(self, operation: Operation, parts: Mapping[int, int]) -> float:
+        """The part of a product that a device computes, with matrices padded to whole tiles.
+
+        Factors that the same tensors have are one dim of a matrix, such as batch and sequence.
+        Those that all tensors have only number the matrices.
+        """
+        if not operation.flops:
+            return 1.0
+        part = 1.0
+        for factors, is_in_all in self._matrix_dims(operation):
+            whole = math.prod(operation.rule.sizes[f] for f in factors)
+            local = whole / math.prod(parts.get(f, 1) for f in factors)
+            if not is_in_all and whole > local:
+                local = math.ceil(local / self.machine.tile) * self.machine.tile
+            part *= min(1.0, local / whole)
+        return part
+
+    def _matrix_dims(self, operation: Operation) -> list[tuple[list[int], bool]]:
+        """The factors of an operation by the tensors that have them; whether all have them."""
+        found: dict[tuple[bool, ...], list[int]] = {}
+        for f in operation.factors:
+            has = tuple(any(f in dim for dim in dims) for _, dims in operation.dims if dims)
+            found.setdefault(has, []).append(f)
+        return [(factors, all(has)) for has, factors in found.items()]
 
     def _moves(
         self,
@@ -224,7 +266,15 @@ class CostModel:
                 else:
                     source, target = (need, have) if is_result else (have, need)
                     costs[a, b] = self._reshard(axis, size, source, target)
+        if groups.of_tensor[tensor] in self._state:
+            # XLA combines the collectives of parameters and gradients into few.
+            costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
         return costs
+
+    @cached_property
+    def _state(self) -> frozenset[int]:
+        """The groups of parameters and of optimizer state."""
+        return frozenset(self.groups.of_tensor[leaf] for leaf in self.groups.step.updated)
 
     def _bytes(self, tensor: int, axis: int, choices: Sequence[Choice]) -> float:
         """The bytes of a tensor that a device has, without a split along this axis."""

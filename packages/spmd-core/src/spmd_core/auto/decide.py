@@ -81,11 +81,12 @@ def decide(
         AutoShardingError: no program fits, or marks contradict each other.
     """
     machine = Machine.of(topology.devices)
+    inputs = inputs_of(groups, names)
     limit = None if memory is None else memory * _MARGIN
     tried: list[Tried] = []
     rest: list[Tried] = []
     for _ in range(_MOST_ROUNDS):
-        found = candidates(groups, machine, mesh=mesh, memory=limit)
+        found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
         made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
         if objective == "memory":
             made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
@@ -114,6 +115,16 @@ def decide(
     raise AutoShardingError(_nothing_fits(groups, tried, topology, memory))
 
 
+def inputs_of(groups: Groups, names: Mapping[Storage, str]) -> list[int]:
+    """The leaves that are neither state nor a named tensor: they come anew with each step."""
+    found = []
+    for i, leaf in enumerate(groups.step.recorded.leaves):
+        owner = None if leaf.owner is None else leaf.owner()
+        if i not in groups.step.updated and (owner is None or owner not in names):
+            found.append(i)
+    return found
+
+
 def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
     if mesh is not None:
         return mesh
@@ -132,7 +143,7 @@ def _rank(one: Tried, objective: str) -> tuple[float, float]:
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
     """The best candidate, the best one of each other kind, and then the next best."""
     chosen: list[Tried] = list(made[:1])
-    for kind in (Kind.SHARDED, Kind.REPLICATED):
+    for kind in (Kind.FSDP, Kind.DATA, Kind.SHARDED, Kind.REPLICATED):
         best = next((x for x in made if x.candidate.kind is kind), None)
         if best is not None and best not in chosen:
             chosen.append(best)

@@ -28,6 +28,8 @@ class Machine:
         latency_s: seconds that a collective takes at least.
         memory_bytes: its memory; None if the host's memory is shared.
         slice_size: the number of devices of a slice.
+        tile: the size along a dim of a matrix below which a product does not become faster: that
+            of a matrix unit, or of a register block.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Machine:
     latency_s: float
     memory_bytes: int | None
     slice_size: int
+    tile: int = 8
 
     @staticmethod
     def of(devices: tuple[jax.Device, ...]) -> "Machine":
@@ -64,6 +67,7 @@ class Machine:
             _LATENCY_S,
             memory,
             per_slice,
+            128 if kind.startswith("TPU") else 64,
         )
 
     def counting_bytes(self) -> "Machine":

@@ -65,22 +65,26 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
     """
     execution.cut()
     calls: list[tuple[nn.Module, Value]] = []
+    live: list[Storage] = []
     with _state_kept(), torch.random.fork_rng(devices=[]), _recording(calls):
         try:
+            result = None  # kept, as a value that nothing holds is not computed
             with contextlib.suppress(_StepEndedError):
-                step()
-        finally:
+                result = step()
             with lock:
                 live = take_pending()
-        try:
             if not live:
                 raise AutoShardingError(
                     "a step to be sharded must compute something on device 'xla'; got one after "
                     "which nothing is pending. Let it compute a loss, call backward() and the "
                     "optimizer's step(), and keep the parameters on device 'xla'."
                 )
-            return read_graph(_recorded(live, calls))
+            found = read_graph(_recorded(live, calls))
+            del result
+            return found
         finally:
+            with lock:
+                live += take_pending()
             for storage in live:
                 if storage.committed is not None:
                     storage.write(storage.committed)

@@ -1,0 +1,185 @@
+"""auto/auto_shard.py: shardings are found and applied, and values stay those of eager torch."""
+
+import copy
+
+import pytest
+import torch
+from auto_steps import losses, pictures, training, words
+from torch import nn
+
+import spmd_core as spmd
+from spmd_core.errors import AutoShardingError, NotInSpmdModeError
+from spmd_core.runtime import devices
+
+ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
+# Rounding of sums in another order, after three steps.
+CLOSE = {"rel": 2e-5}
+
+
+def mesh_of(*sizes):
+    """A mesh of as many devices as there are, of these sizes; 0 stands for what is left."""
+    count = spmd.global_runtime_device_count()
+    rest = count
+    for n in sizes:
+        rest //= n or 1
+    if rest < 1:
+        pytest.skip(f"{count} devices are too few for {sizes}")
+    return spmd.Mesh(range(count), [n or rest for n in sizes])
+
+
+def compared(model, batch, make=ADAMW, mark=lambda model: None, **options):
+    """The plan of a step; the losses of a loop after it must be those of eager torch."""
+    search = {k: options.pop(k) for k in ("mesh", "candidates", "memory") if k in options}
+    reference = losses(training(copy.deepcopy(model), make, **options).step, batch)
+    moved = model.to("xla")
+    mark(moved)
+    own = training(moved, make, **options)
+    inputs = [x.to("xla") for x in batch]
+    plan = spmd.auto_shard(own.step, *inputs, **{"candidates": 0, **search})
+    assert losses(own.step, inputs) == pytest.approx(reference, **CLOSE)
+    return plan, own
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize(
+    ("sizes", "vocabulary", "batch"),
+    [((0,), 32, 8), ((2, 0), 13, 7)],
+)
+def test_words_on_any_mesh(sizes, vocabulary, batch):
+    compared(*words(vocabulary=vocabulary, batch=batch), mesh=mesh_of(*sizes), fused=True)
+
+
+@pytest.mark.parametrize("batch", [8, 5])
+def test_pictures(batch):
+    compared(*pictures(batch), SGD, momentum=0.9, mesh=mesh_of(2, 0))
+
+
+def test_candidates_are_compiled_and_parameters_are_marked():
+    model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
+    plan, own = compared(model, batch, candidates=2)
+    assert sum(one.program is not None for one in plan.tried) == 2
+    best, *_ = plan.tried
+    assert best.seconds == min(one.seconds for one in plan.tried if one.seconds is not None)
+    for row in plan.parameters:
+        found = model.get_parameter(row.name.partition(".")[2])
+        assert found.partition_spec == row.spec and tuple(found.shape) == row.shape
+        moments = own.optimizer.state[found]
+        assert moments["exp_avg"].partition_spec == row.spec
+    # What the table says that a device holds is what it holds.
+    weight = model.blocks[0].up.weight
+    (row,) = [x for x in plan.parameters if x.name.endswith("blocks.0.up.weight")]
+    spmd.sync(wait=True)
+    shards = spmd.to_jax(weight).addressable_shards
+    assert {shard.data.nbytes for shard in shards} == {row.bytes}
+
+
+def test_the_program_of_the_loop_is_the_one_that_was_chosen():
+    model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
+    plan, _ = compared(model, batch, candidates=1, fused=True)
+    step = max(spmd.metrics.programs(), key=lambda x: x.executions)
+    assert step.executions == 3
+    assert step.peak_bytes == pytest.approx(plan.tried[0].program.peak_bytes, rel=0.25)
+
+
+def test_memory_is_respected():
+    model, batch = words(vocabulary=256, width=32, inner=128)
+    free, _ = compared(copy.deepcopy(model), batch, mesh=mesh_of(0), candidates=1)
+    whole = sum(p.numel() for p in model.parameters()) * 4 * 3
+    count = spmd.global_runtime_device_count()
+    if count < 4:
+        pytest.skip("on few devices all candidates take about as much")
+    small, _ = compared(model, batch, mesh=mesh_of(0), candidates=1, memory=whole * 6 // 10)
+    assert small.tried[0].program.peak_bytes <= whole * 6 // 10
+    assert free.tried[0].program.peak_bytes > small.tried[0].program.peak_bytes or (
+        free.tried[0].program.peak_bytes <= whole * 6 // 10
+    )
+
+
+def test_nothing_fits():
+    model, batch = words()
+    own = training(model.to("xla"))
+    inputs = [x.to("xla") for x in batch]
+    with pytest.raises(AutoShardingError, match=r"must fit the 20,000 bytes.*Take more devices"):
+        spmd.auto_shard(own.step, *inputs, memory=20_000, candidates=1)
+    assert all(p.sharding is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0)])
+def test_marks_of_the_user_stay(sizes):
+    mesh = mesh_of(*sizes)
+    last = len(sizes) - 1
+    model, batch = words()
+
+    def mark(model):
+        spmd.mark_sharding(model.blocks[0].up.weight, mesh, (None, last))
+        spmd.mark_sharding(model.table.weight, mesh, (0, None))
+        model.blocks[1].register_forward_hook(
+            lambda module, inputs, result: spmd.mark_sharding(result, mesh, (None, None, last))
+        )
+
+    plan, _ = compared(model, batch, mark=mark)
+    assert plan.mesh == mesh
+    specs = {row.name.partition(".")[2]: row.spec for row in plan.parameters}
+    assert specs["blocks.0.up.weight"] == (None, last) and specs["table.weight"] == (0, None)
+    assert model.blocks[0].up.weight.partition_spec == (None, last)
+
+
+def test_a_model_alone():
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    x = torch.randn(8, 16)
+    expected = model(x)
+    model.to("xla")
+    plan = spmd.auto_shard(model, x.to("xla"), candidates=0)
+    assert {row.name for row in plan.parameters} >= {"Sequential.0.weight", "Sequential.2.bias"}
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(model(x.to("xla")).cpu(), expected)
+    frozen = nn.Linear(16, 64).eval().to("xla")
+    plan = spmd.auto_shard(frozen, x, candidates=0)
+    assert plan.inputs and frozen.weight.sharding is not None
+
+
+def test_a_plan_is_the_same_again():
+    texts = set()
+    for _ in range(2):
+        model, batch = words()
+        own = training(model.to("xla"))
+        plan = spmd.auto_shard(own.step, *(x.to("xla") for x in batch), candidates=0)
+        texts.add(plan.table() + plan.code())
+    assert len(texts) == 1
+
+
+def test_for_devices_that_are_not_there():
+    model, batch = words()
+    own = training(model.to("xla"))
+    count = spmd.global_runtime_device_count()
+    topology = f"cpu-{count}"
+    plan = spmd.auto_shard(own.step, *(x.to("xla") for x in batch), topology=topology, candidates=1)
+    assert plan.mesh.size() == count
+    assert all(p.sharding is None for p in model.parameters())
+
+
+def test_bad_arguments(monkeypatch):
+    with pytest.raises(AutoShardingError, match=r"time, memory; got 'speed'.*objective='time'"):
+        spmd.auto_shard(lambda: None, objective="speed")
+    with pytest.raises(AutoShardingError, match=r"a function or a module; got.*type int"):
+        spmd.auto_shard(3)
+    with pytest.raises(TypeError, match="mesh"):
+        spmd.auto_shard(lambda: None, mesh=8)
+    with pytest.raises(ValueError, match="candidates"):
+        spmd.auto_shard(lambda: None, candidates=-1)
+    monkeypatch.setattr(devices._state, "spmd", False)
+    with pytest.raises(NotInSpmdModeError, match="auto_shard"):
+        spmd.auto_shard(lambda: None)
+
+
+def test_marks_over_several_meshes():
+    count = spmd.global_runtime_device_count()
+    if count < 4:
+        pytest.skip("needs two different meshes")
+    model, batch = words()
+    model.to("xla")
+    spmd.mark_sharding(model.table.weight, spmd.Mesh(range(count), (count,)), (0, None))
+    other = spmd.Mesh(range(count), (2, count // 2))
+    spmd.mark_sharding(model.blocks[0].up.weight, other, (0, 1))
+    with pytest.raises(AutoShardingError, match=r"must share one mesh; got .*Mark them over one"):
+        spmd.auto_shard(training(model).step, *(x.to("xla") for x in batch), candidates=0)

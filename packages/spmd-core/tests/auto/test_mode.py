@@ -1,0 +1,164 @@
+"""auto/mode.py and auto/registration.py: programs are searched when they are compiled."""
+
+import copy
+
+import pytest
+import torch
+from auto_steps import losses, pictures, training, words
+
+import spmd_core as spmd
+from spmd_core.auto import mode, registration
+from spmd_core.errors import AutoShardingError
+from spmd_core.marks import dtensor
+from spmd_core.program import planning
+
+CLOSE = {"rel": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def _without_compilation(monkeypatch):
+    """The model decides; what compilation decides is tested with `auto_shard`."""
+    monkeypatch.setattr(mode, "_MOST_COMPILED", 0)
+    yield
+    planning.automatic = None
+
+
+def num_steps():
+    """How many programs with products ran, and how often."""
+    return [x.executions for x in spmd.metrics.programs() if x.num_ops > 60 and x.executions]
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_runs_one_program_with_shardings_that_are_found(fused):
+    model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
+    expected = losses(training(copy.deepcopy(model), fused=fused).step, batch)
+    spmd.use_spmd(auto=True)
+    own = training(model.to("xla"), fused=fused)
+    seen = []
+    for _ in range(3):  # a new batch at each step, as a loader gives
+        loss = own.step(*(x.to("xla") for x in batch))
+        spmd.sync()
+        seen.append(loss.item())
+    assert seen == pytest.approx(expected, **CLOSE)
+    assert num_steps() == [3]
+    assert all(p.sharding is not None for p in model.parameters())
+    if spmd.global_runtime_device_count() > 1:
+        split = [p for p in model.parameters() if not p.sharding.is_replicated]
+        program = max(spmd.metrics.programs(), key=lambda x: x.executions)
+        whole = sum(p.numel() for p in model.parameters()) * 4 * 3
+        assert split or program.peak_bytes > whole
+
+
+def test_evaluation_and_a_smaller_batch_keep_the_shardings():
+    model, batch = words(batch=8)
+    reference = copy.deepcopy(model)
+    spmd.use_spmd(auto=True)
+    own, other = training(model.to("xla"), fused=True), training(reference, fused=True)
+    for size in (8, 8, 5, 8):
+        part = [x[:size] for x in batch]
+        mine = own.step(*(x.to("xla") for x in part))
+        spmd.sync()
+        assert mine.item() == pytest.approx(other.step(*part).item(), **CLOSE)
+    before = [p.sharding for p in model.parameters()]
+    with torch.no_grad():
+        mine = model(batch[0].to("xla")).cpu()
+    torch.testing.assert_close(mine, reference(batch[0]).detach(), rtol=1e-4, atol=1e-4)
+    assert [p.sharding for p in model.parameters()] == before
+
+
+def test_a_given_mesh_and_marks():
+    count = spmd.global_runtime_device_count()
+    mesh = spmd.Mesh(range(count), (count,), ("all",))
+    model, batch = words()
+    expected = losses(training(copy.deepcopy(model)).step, batch)
+    spmd.use_spmd(auto=True, mesh=mesh)
+    model.to("xla")
+    spmd.mark_sharding(model.table.weight, mesh, (None, "all"))
+    own = training(model)
+    assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+    assert model.table.weight.partition_spec == (None, "all")
+    assert {p.sharding.mesh for p in model.parameters()} == {mesh}
+
+
+def test_convolutions():
+    model, batch = pictures()
+    expected = losses(training(copy.deepcopy(model), torch.optim.SGD, momentum=0.9).step, batch)
+    spmd.use_spmd(auto=True)
+    own = training(model.to("xla"), torch.optim.SGD, momentum=0.9)
+    assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+
+
+def test_a_captured_step():
+    model, batch = words()
+    expected = losses(training(copy.deepcopy(model), fused=True).step, batch)
+    spmd.use_spmd(auto=True)
+    own = training(model.to("xla"), fused=True)
+    step = spmd.compile(own.step, capture=True)
+    assert losses(step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+
+
+def test_distribute_module_with_auto_policy():
+    count = spmd.global_runtime_device_count()
+    model, batch = words()
+    expected = losses(training(copy.deepcopy(model)).step, batch)
+    mesh = dtensor.to_device_mesh(spmd.Mesh(range(count), (count,), ("all",)))
+    found = dtensor.distribute_module(model, mesh, dtensor.auto_policy)
+    own = training(found)
+    assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+    assert {p.sharding.mesh.size() for p in found.parameters()} == {count}
+
+
+def test_the_switch():
+    assert not registration.is_automatic()
+    spmd.use_spmd(auto=True)
+    assert registration.is_automatic()
+    spmd.use_spmd()
+    assert not registration.is_automatic()
+    with pytest.raises(ValueError, match=r"a mesh without auto=True.*set_global_mesh"):
+        spmd.use_spmd(mesh=spmd.Mesh(range(1), (1,)))
+    with pytest.raises(TypeError, match="auto"):
+        spmd.use_spmd(auto="yes")
+
+
+def test_a_shape_that_does_not_fit_the_devices():
+    registration.start((3, 5))
+    x = torch.ones(4, 4).to("xla")
+    with pytest.raises(AutoShardingError, match=r"devices; got one of shape \(3, 5\)"):
+        (x @ x).sum().item()
+    spmd.use_spmd()
+    assert (x @ x).sum().item() == 64
+
+
+def test_contradicting_marks_change_nothing():
+    count = spmd.global_runtime_device_count()
+    if count == 1:
+        pytest.skip("one device has no contradicting marks")
+    mesh = spmd.Mesh(range(count), (count,))
+    spmd.use_spmd(auto=True)
+    a, b = torch.ones(8, 8).to("xla"), torch.ones(8, 8).to("xla")
+    spmd.mark_sharding(a, mesh, (0, None))
+    spmd.mark_sharding(b, mesh, (None, 0))
+    with pytest.raises(AutoShardingError, match=r"split the same dims; got .*\(0, None\) and"):
+        ((a + b) @ a).sum().item()
+    spmd.use_spmd()
+    assert ((a + b) @ a).sum().item() == 2 * 8**3
+
+
+def test_plans():
+    count = spmd.global_runtime_device_count()
+
+    def train():
+        spmd.use_spmd()
+        model, batch = words()
+        own = training(model.to("xla"), fused=True)
+        for _ in range(6):
+            own.step(*(x.to("xla") for x in batch))
+            spmd.sync()
+
+    made = spmd.plan(train, topology=f"cpu-{count}", auto=True)
+    (text,) = made.shardings
+    assert "Words.blocks.*.up.weight x2" in text and "spmd.shard_module(model" in text
+    assert "Shardings that were found:" in str(made) and made.step is not None
+    assert not registration.is_automatic()
+    assert not spmd.plan(train, topology=f"cpu-{count}").shardings

@@ -1,0 +1,119 @@
+"""Training steps that automatic sharding is tested on, beside eager torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd_core as spmd
+from spmd_core.auto.groups import Groups, group
+from spmd_core.auto.step_graph import StepGraph
+from spmd_core.graph.recorders import lock
+from spmd_core.program import planning
+
+
+class Block(nn.Module):
+    """A residual layer: a norm, and two products with a GELU between them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """An embedding, blocks, and logits by the embedding's weight."""
+
+    def __init__(self, vocabulary: int, width: int, inner: int, depth: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, inner) for _ in range(depth)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.blocks(self.table(ids)), self.table.weight)
+
+
+class Pictures(nn.Module):
+    """Two convolutions, one with strides, a norm of groups, and classes of what is left."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.norm = nn.GroupNorm(2, channels)
+        self.second = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.classes = nn.Linear(2 * channels, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(F.relu(self.norm(self.first(x))))
+        return self.classes(x.mean((2, 3)))
+
+
+@dataclass
+class Training:
+    """A model, its optimizer, and the step of a loop.
+
+    Attributes:
+        model, optimizer: on one device.
+        step: forward, backward, update; the detached loss.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[..., torch.Tensor]
+
+
+def training(
+    model: nn.Module,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    lr: float = 1e-2,
+    **options: object,
+) -> Training:
+    """The training of a model to predict classes."""
+    optimizer = make(model.parameters(), lr=lr, **options)
+
+    def step(x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        loss = F.cross_entropy(logits.flatten(0, -2), classes.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(model, optimizer, step)
+
+
+def words(
+    *, vocabulary: int = 32, width: int = 16, inner: int = 32, depth: int = 2, batch: int = 8
+) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A small `Words` on the CPU, and a batch: ids and classes of shape (batch, 6)."""
+    torch.manual_seed(0)
+    ids = torch.randint(vocabulary, (batch, 6))
+    return Words(vocabulary, width, inner, depth), (ids, (ids * 5 + 1) % vocabulary)
+
+
+def pictures(batch: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A small `Pictures` on the CPU, and a batch of 12 x 12 pictures."""
+    torch.manual_seed(0)
+    return Pictures(8), (torch.randn(batch, 3, 12, 12), torch.arange(batch) % 5)
+
+
+def losses(step: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]) -> list[float]:
+    """The losses of three steps."""
+    found = []
+    for _ in range(3):
+        loss = step(*batch)
+        spmd.sync()
+        found.append(loss.item())
+    return found
+
+
+def groups_of(*tensors: torch.Tensor) -> Groups:
+    """The groups of what was recorded for pending tensors."""
+    with lock:
+        return group(StepGraph.of(planning.plan([x._handle for x in tensors]).graph()))
