@@ -82,7 +82,7 @@ def test_the_program_of_the_loop_is_the_one_that_was_chosen():
 
 
 def test_memory_is_respected():
-    model, batch = words(vocabulary=256, width=32, inner=128)
+    model, batch = words(vocabulary=64, width=32, inner=512)
     free, _ = compared(copy.deepcopy(model), batch, mesh=mesh_of(0), candidates=1)
     whole = sum(p.numel() for p in model.parameters()) * 4 * 3
     count = spmd.global_runtime_device_count()

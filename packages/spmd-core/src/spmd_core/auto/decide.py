@@ -26,7 +26,7 @@ from spmd_core.sharding.sharding import Sharding
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
 # How often the search begins again with less memory, as no compiled candidate fits.
-_MOST_ROUNDS = 4
+_MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,18 @@ def decide(
     machine = Machine.of(topology.devices)
     inputs = inputs_of(groups, names)
     limit = None if memory is None else memory * _MARGIN
+    too_small = 0.0  # a limit for which the model has no candidate
     tried: list[Tried] = []
-    rest: list[Tried] = []
-    for _ in range(_MOST_ROUNDS):
+    for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
         made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
-        if objective == "memory":
-            made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
         known = {x.shardings for x in tried}
         made = [x for x in made if x.shardings not in known]
-        if not most:
-            if not made:
-                break
+        if objective == "memory" or number:  # where nothing has fitted, time does not matter
+            made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
+        if made and not most:
             return made
-        chosen = _diverse(made, most)
-        rest = [x for x in made if x not in chosen]
+        chosen = made[:most] if number else _diverse(made, most)
         tried += _compiled(groups, chosen, topology, machine, names, report)
         fitting = [
             x
@@ -109,9 +106,13 @@ def decide(
             others = sorted(
                 (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
             )
-            return [best, *others, *rest]
+            return [best, *others, *(x for x in made if x not in chosen)]
         assert memory is not None and limit is not None
-        limit = min(limit * 0.7, _tighter(tried, memory))
+        if found:
+            limit = max((limit + too_small) / 2, min(0.8 * limit, _tighter(tried, memory)))
+        else:
+            too_small = limit
+            limit *= 1.5
     raise AutoShardingError(_nothing_fits(groups, tried, topology, memory))
 
 
