@@ -14,7 +14,7 @@ from spmd_core import source_lines
 from spmd_core.debugging import recompile_warnings
 from spmd_core.dispatch import automatic_cut, shape_reads
 from spmd_core.graph import storage
-from spmd_core.program import cut_guard, growing_sizes, index_checks
+from spmd_core.program import automatic, cut_guard, growing_sizes, index_checks
 from spmd_core.runtime import stopping
 from spmd_core.steps import closures, compile
 
@@ -31,6 +31,8 @@ def reset() -> None:
     spmd.set_global_mesh(None)
     spmd.eager_mode(False)
     cut_guard.this_thread.cut_guard = None
+    cut_guard.this_thread.in_place_of_cut = None
+    automatic.search = None
     automatic_cut.reset()
     growing_sizes.clear()
     recompile_warnings.clear()

@@ -24,6 +24,7 @@ TREE = {
     "CaptureError": (RuntimeError,),
     "ProcessError": (RuntimeError,),
     "VerificationError": (RuntimeError,),
+    "AutoShardingError": (RuntimeError,),
     "CheckpointError": (RuntimeError, ValueError),
     "PlanError": (ValueError, RuntimeError),
     "PlanReadError": (RuntimeError,),

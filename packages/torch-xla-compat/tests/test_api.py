@@ -119,10 +119,6 @@ def test_a_module_distributed(mesh, distribute):
 
 
 def test_what_distributing_a_module_refuses(mesh):
-    with pytest.raises(
-        NotImplementedError, match="auto_policy asks for shardings that are found automatically"
-    ):
-        xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, xs.auto_policy)
     with pytest.raises(ValueError, match="input_fn takes three arguments"):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, None, lambda: None)
     with pytest.warns(FutureWarning, match="two arguments are deprecated"):

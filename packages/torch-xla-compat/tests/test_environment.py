@@ -9,7 +9,7 @@ import torch
 
 import spmd_core as spmd
 import torch_xla
-from spmd_core.program import compile_cache
+from spmd_core.program import automatic, compile_cache
 from torch_xla import _environment
 
 
@@ -24,12 +24,31 @@ def clean(monkeypatch):
     spmd.eager_mode(False)
 
 
-def test_automatic_sharding_is_refused(monkeypatch):
+@pytest.mark.parametrize("shape", [None, "", "2,2", "1, 8"])
+def test_automatic_sharding(monkeypatch, shape):
     monkeypatch.setenv("XLA_AUTO_SPMD", "1")
-    with pytest.raises(
-        NotImplementedError,
-        match=r"XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it",
-    ):
+    if shape is not None:
+        monkeypatch.setenv("XLA_AUTO_SPMD_MESH", shape)
+    _environment.apply()
+    assert torch_xla._XLAC._xla_get_auto_sharding() and spmd.is_spmd()
+    expected = {"2,2": (2, 2), "1, 8": (1, 8)}.get(shape, ())
+    assert automatic.search.mesh == expected
+
+
+@pytest.mark.parametrize("text", ["2x2", "2,", "0,8"])
+def test_the_shape_of_automatic_sharding(monkeypatch, text):
+    monkeypatch.setenv("XLA_AUTO_SPMD", "1")
+    monkeypatch.setenv("XLA_AUTO_SPMD_MESH", text)
+    with pytest.raises(ValueError, match=f"with commas between them; got '{text}'. Write for"):
+        _environment.apply()
+    assert not torch_xla._XLAC._xla_get_auto_sharding()
+
+
+def test_groups_of_parameters_are_always_sharded_alike(monkeypatch):
+    monkeypatch.setenv("XLA_AUTO_USE_GROUP_SHARDING", "1")
+    _environment.apply()
+    monkeypatch.setenv("XLA_AUTO_USE_GROUP_SHARDING", "0")
+    with pytest.warns(UserWarning, match="XLA_AUTO_USE_GROUP_SHARDING=0 has no effect"):
         _environment.apply()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import spmd_core.runtime.devices
+import torch_xla
 import torch_xla.runtime as xr
 
 
@@ -62,13 +63,12 @@ def test_spmd_mode_by_the_variable_alone(monkeypatch):
     assert xr.is_spmd()
 
 
-def test_automatic_sharding_is_refused():
-    with pytest.raises(
-        NotImplementedError,
-        match=r"use_spmd\(auto=True\) asks for shardings that are found automatically.*"
-        r"mark_sharding",
-    ):
-        xr.use_spmd(auto=True)
+def test_automatic_sharding(monkeypatch):
+    monkeypatch.setenv("XLA_USE_SPMD", "1")  # use_spmd sets it; taken back at the end
+    xr.use_spmd(auto=True)
+    assert torch_xla._XLAC._xla_get_auto_sharding()
+    xr.use_spmd()
+    assert not torch_xla._XLAC._xla_get_auto_sharding()
 
 
 def test_master_ip_needs_somebody_to_tell(monkeypatch):

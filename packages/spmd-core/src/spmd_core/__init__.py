@@ -49,7 +49,7 @@ from spmd_core.modules.pipeline_loss import pipeline_loss
 from spmd_core.modules.scan_layers import scan_layers
 from spmd_core.modules.scan_model import scan_model
 from spmd_core.planner.plan import plan
-from spmd_core.program.execution import roll_back
+from spmd_core.program.lost import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.runtime.devices import global_runtime_device_count, is_spmd, simulate
 from spmd_core.runtime.hybrid_mesh import HybridMesh

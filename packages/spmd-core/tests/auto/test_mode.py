@@ -10,7 +10,6 @@ import spmd_core as spmd
 from spmd_core.auto import mode, registration
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
-from spmd_core.program import planning
 
 CLOSE = {"rel": 2e-5}
 
@@ -19,8 +18,6 @@ CLOSE = {"rel": 2e-5}
 def _without_compilation(monkeypatch):
     """The model decides; what compilation decides is tested with `auto_shard`."""
     monkeypatch.setattr(mode, "_MOST_COMPILED", 0)
-    yield
-    planning.automatic = None
 
 
 def num_steps():

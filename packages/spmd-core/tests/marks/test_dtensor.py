@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import spmd_core as spmd
+from spmd_core.auto import registration
 from spmd_core.marks.dtensor import auto_policy
 
 NUM_DEVICES = spmd.global_runtime_device_count()
@@ -363,12 +364,10 @@ def test_hooks_of_two_arguments_are_deprecated(device_mesh):
         spmd.dtensor.distribute_module(nn.Linear(2, 2), device_mesh, None, None, lambda out: out)
 
 
-def test_automatic_sharding_says_that_it_is_not_there(device_mesh):
-    with pytest.raises(
-        spmd.errors.UnsupportedOpError,
-        match="auto_policy asks for shardings that are found automatically",
-    ):
-        spmd.dtensor.distribute_module(nn.Linear(2, 2), device_mesh, auto_policy)
+def test_auto_policy_leaves_parameters_to_the_first_step(device_mesh):
+    net = spmd.dtensor.distribute_module(nn.Linear(2, 2), device_mesh, auto_policy)
+    assert registration.is_automatic() and net.weight.device.type == "xla"
+    assert net.weight.sharding is None
 
 
 def test_the_spec_that_torch_computes_with(mesh_2d):

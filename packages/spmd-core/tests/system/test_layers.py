@@ -15,6 +15,7 @@ import import_graph  # noqa: E402 - a script of the repository, outside of any p
 # From top to bottom. Folders on one line do not import each other.
 LAYERS = [
     ("plan", "distributed", "dtensor", "former_names"),
+    ("auto",),
     ("planner", "dynamo", "checkpoint"),
     ("metrics", "modules", "steps"),
     ("torch_backend", "marks", "control_flow"),

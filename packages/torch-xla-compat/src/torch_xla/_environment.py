@@ -96,6 +96,14 @@ def apply() -> None:
 
 
 def _warn_of_ignored() -> None:
+    groups = os.environ.get("XLA_AUTO_USE_GROUP_SHARDING", "1").strip().lower()
+    if groups in ("0", "false"):
+        warnings.warn(
+            f"XLA_AUTO_USE_GROUP_SHARDING={groups} has no effect in this torch_xla: automatic "
+            "sharding gives equal parameters of repeated layers one sharding. Unset it, and mark "
+            "those that should differ.",
+            stacklevel=4,
+        )
     for name, instead in _WITHOUT_EFFECT.items():
         if os.environ.get(name, "0").strip().lower() not in ("", "0", "false"):
             warnings.warn(

@@ -240,6 +240,7 @@ class CostModel:
         """
         groups = self.groups
         size = self._bytes(tensor, axis, choices)
+        shape = groups.step.tensors[tensor].spec.shape
         dims = (operation.rule.results if is_result else operation.rule.operands)[position]
         costs = np.zeros((len(options), len(held)))
         if not dims or size == 0:
@@ -261,11 +262,13 @@ class CostModel:
             for b, have in enumerate(has):
                 if a in partial:
                     costs[a, b] = (
-                        self._all_reduce(axis, size) if have is None else self._gather(axis, size)
+                        self._all_reduce(axis, size)
+                        if have is None
+                        else self._gather(axis, size, inner=bool(math.prod(shape[:have]) > 1))
                     )
                 else:
                     source, target = (need, have) if is_result else (have, need)
-                    costs[a, b] = self._reshard(axis, size, source, target)
+                    costs[a, b] = self._reshard(axis, size, source, target, shape)
         if groups.of_tensor[tensor] in self._state:
             # XLA combines the collectives of parameters and gradients into few.
             costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
@@ -286,19 +289,30 @@ class CostModel:
                 size /= self.mesh_shape[other]
         return size
 
-    def _reshard(self, axis: int, size: float, source: int | None, target: int | None) -> float:
+    def _reshard(
+        self,
+        axis: int,
+        size: float,
+        source: int | None,
+        target: int | None,
+        shape: tuple[int, ...],
+    ) -> float:
         if source == target or source is None:
             return 0.0
-        return self._gather(axis, size) if target is None else self._exchange(axis, size)
+        if target is not None:
+            return self._exchange(axis, size)
+        return self._gather(axis, size, inner=math.prod(shape[:source]) > 1)
 
     def _seconds(self, axis: int, sent: float) -> float:
         stride = int(np.prod(self.mesh_shape[axis + 1 :], dtype=np.int64))
         bandwidth = self.machine.bandwidth(stride, self.mesh_shape[axis])
         return sent / bandwidth + self.machine.latency_s
 
-    def _gather(self, axis: int, size: float) -> float:
+    def _gather(self, axis: int, size: float, *, inner: bool) -> float:
+        """An all-gather, or a reduce-scatter; along an inner dim, parts are put in order, too."""
         n = self.mesh_shape[axis]
-        return self._seconds(axis, size * (n - 1) / n)
+        order = 2 * size / self.machine.memory_bytes_per_s if inner else 0.0
+        return self._seconds(axis, size * (n - 1) / n) + order
 
     def _all_reduce(self, axis: int, size: float) -> float:
         n = self.mesh_shape[axis]

@@ -18,7 +18,7 @@ from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.planner.topology import Topology, present
-from spmd_core.program import leaves, planning, tensor_names
+from spmd_core.program import automatic, leaves, tensor_names
 from spmd_core.program.planning import CutPlan
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import abstract
@@ -32,7 +32,7 @@ _MOST_KNOWN = 256
 
 
 class Automatic:
-    """Gives programs the shardings that a search finds; `planning.automatic` while the mode is on.
+    """Gives programs the shardings that a search finds; `automatic.search` while the mode is on.
 
     The first program with a product is searched, and its inputs that stay, parameters and state,
     are marked: later searches take these marks as given. Programs without products, such as those
@@ -164,14 +164,14 @@ def start(mesh: Mesh | tuple[int, ...] = ()) -> None:
         mesh: the mesh to use, or its shape; () to choose one at the first program with a product.
     """
     with lock:
-        planning.automatic = Automatic(mesh)
+        automatic.search = Automatic(mesh)
 
 
 def stop() -> None:
     """Turns automatic sharding off, but that of a plan; tensors keep their marks."""
     with lock:
-        if isinstance(planning.automatic, Automatic) and planning.automatic.topology is None:
-            planning.automatic = None
+        if isinstance(automatic.search, Automatic) and automatic.search.topology is None:
+            automatic.search = None
 
 
 @contextmanager
@@ -181,9 +181,9 @@ def in_plan(topology: Topology) -> Iterator[list[str]]:
     Yields:
         A list that gets a table and code for each program that is searched.
     """
-    before = planning.automatic
-    planning.automatic = found = Automatic((), topology)
+    before = automatic.search
+    automatic.search = found = Automatic((), topology)
     try:
         yield found.texts
     finally:
-        planning.automatic = before
+        automatic.search = before

@@ -8,7 +8,7 @@ import importlib
 from spmd_core.arguments import checked, require_bool, require_kind
 from spmd_core.marks import dtensor
 from spmd_core.planner import plan
-from spmd_core.program import planning
+from spmd_core.program import automatic
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
 
@@ -59,7 +59,7 @@ def start(mesh: Mesh | tuple[int, ...]) -> None:
 
 def is_automatic() -> bool:
     """Whether shardings are found automatically."""
-    return planning.automatic is not None
+    return automatic.search is not None
 
 
 def install() -> None:

@@ -255,11 +255,12 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
         DeviceMemoryError: the program does not fit.
     """
     planned = seen.program
+    is_here = topology.request is None or planned.is_compiled
     found = program_plan(
         planned.graph,
         planned.name,
         topology,
-        program=planned.compiled if planned.is_compiled else None,
+        program=planned.compiled if is_here else None,
         kept=seen.kept,
         names=planned.names,
         machine_code=machine_code,

@@ -41,7 +41,7 @@ class Key(NamedTuple):
         bound: for a program for growing sizes, the greatest size; the other fields are then those
             of one size. None for any other program.
         slopes: for such a program, how the integers of the other fields depend on the size.
-        found: the shardings that automatic sharding has found (`planning.automatic`); None without.
+        found: the shardings that automatic sharding has found (`automatic.search`); None without.
     """
 
     structure: tuple[Entry | int, ...]

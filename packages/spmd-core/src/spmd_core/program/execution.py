@@ -10,12 +10,12 @@ import torch
 
 from spmd_core import counters
 from spmd_core.config import config
-from spmd_core.errors import ProcessError, ProgramError
+from spmd_core.errors import ProcessError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
-from spmd_core.graph.stacks import Row, StackStorage
-from spmd_core.graph.storage import Storage, take_failed, take_pending
+from spmd_core.graph.stacks import StackStorage
+from spmd_core.graph.storage import Storage, take_pending
 from spmd_core.graph.values import Value, line_of
 from spmd_core.program import (
     compile_cache,
@@ -38,13 +38,13 @@ from spmd_core.program.leaves import (
     move,
     refuse_local,
 )
+from spmd_core.program.lost import refuse_lost
 from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.program.planning import CutPlan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.refused_reads import refuse_inside, refuse_stand_in
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
-from spmd_core.runtime.abstract import AbstractArray
 
 Result = TypeVar("Result")
 # Each gives a context manager around the cut that ends a step, or None; they are exited even if the
@@ -177,29 +177,6 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             storages.clear()
 
 
-def roll_back() -> int:
-    """Drops pending writes whose programs failed in this thread.
-
-    The tensors then have the values that they had after the last cut. This is for code that catches
-    an error and continues, for instance with a smaller batch after memory ran out. Without this
-    call the writes stay pending, and whatever reads them fails again. New tensors, which have no
-    earlier value, stay pending. Does not wait.
-
-    Returns:
-        The number of tensors that have an earlier value again.
-    """
-    with lock:
-        count = 0
-        for storage in take_failed():
-            before = storage.committed
-            if before is None or _is_deleted(before):
-                storage.fail()
-            else:
-                storage.write(before)
-                count += 1
-        return count
-
-
 def _count_cut() -> None:
     counters.count("cuts")
     recorders.current().num_cuts += 1
@@ -208,12 +185,6 @@ def _count_cut() -> None:
 def _request(live: list[Storage]) -> None:
     for storage in live:
         storage.request()
-
-
-def _is_deleted(value: Value) -> bool:
-    """Whether the value's buffer was donated to a program that failed."""
-    data = value.data.stack.value.data if value.data.__class__ is Row else value.data
-    return isinstance(data, (jax.Array, AbstractArray)) and data.is_deleted()
 
 
 def end_step(*, wait: bool = False) -> None:
@@ -231,16 +202,6 @@ def in_step(run: Callable[[], Result]) -> Result:
         for manager in managers:
             stack.enter_context(manager)
         return run()
-
-
-def refuse_lost(leaf: Value) -> None:
-    """Raises ProgramError for a value whose buffer a program took over, and then failed."""
-    if _is_deleted(leaf):
-        raise ProgramError(
-            f"the data of a {leaf.spec!r} tensor was donated to a program that failed after "
-            "its start, so it is lost with all that was computed from it. Load these tensors "
-            "again, for instance from a checkpoint."
-        )
 
 
 def _missing(live: list[Storage]) -> list[Storage]:

@@ -15,6 +15,7 @@ from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import OpResult, Value, origin_of
 from spmd_core.program import (
+    automatic,
     compile_cache,
     initial_state,
     layer_stacks,
@@ -34,10 +35,6 @@ _by_serial = operator.attrgetter("serial")
 # How often a program is planned again: what is updated along with rows is only found once they are
 # rows. A plan without all of them is right as well, and runs slower.
 _MOST_SEARCHES = 4
-# Automatic sharding, while it is on: calls the function given, which makes a plan, again after it
-# has marked tensors.
-# Guarded by: the graph lock. Cleared by: `auto.mode.stop`.
-automatic: "Callable[[Callable[[], CutPlan]], CutPlan] | None" = None
 
 
 @dataclass
@@ -143,7 +140,7 @@ def plan(
             call=call,
         )
 
-    made = _searched(planned)
+    made = automatic.searched(planned)
     if made.rewrite is not None:
         return made
     groups: list[Sequence[Value]] = []
@@ -157,11 +154,6 @@ def plan(
         groups += more
         made = planned(groups)
     return made
-
-
-def _searched(planned: Callable[[], CutPlan]) -> CutPlan:
-    """A plan, with the shardings that automatic sharding finds, if it is on."""
-    return planned() if automatic is None else automatic(planned)
 
 
 def _iterations(recorded: Sequence[Value]) -> Iterations:

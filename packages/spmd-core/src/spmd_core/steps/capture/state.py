@@ -12,8 +12,8 @@ from spmd_core.graph.stacks import Row, Stack
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program import stacked_state
-from spmd_core.program.execution import refuse_lost
 from spmd_core.program.leaves import array_of, convert
+from spmd_core.program.lost import refuse_lost
 
 # An input or a result: a unit, and where it lies.
 Lies = tuple[int, Placement]

@@ -1,0 +1,18 @@
+"""Where automatic sharding, an upper folder, takes part in the plans of cuts."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Plan = TypeVar("Plan")
+# While automatic sharding is on: calls the function given, which makes the plan of a cut
+# (`planning.CutPlan`), again after it has marked tensors.
+# Guarded by: the graph lock. Cleared by: `auto.mode.stop`.
+search: Callable[[Callable[[], Any]], Any] | None = None
+
+
+def searched(planned: Callable[[], Plan]) -> Plan:
+    """A plan, with the shardings that automatic sharding finds, if it is on."""
+    if search is None:
+        return planned()
+    made: Plan = search(planned)
+    return made
