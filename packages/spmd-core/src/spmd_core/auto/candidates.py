@@ -18,7 +18,7 @@ from spmd_core.sharding.sharding import Sharding
 _SMALL_BYTES = 1 << 16
 _MOST_AXES = 3
 # XLA's partitioner reshards between several axes at once worse than the model thinks.
-_PER_AXIS = 1.03
+_PER_AXIS = 1.05
 
 
 class Kind(Enum):
@@ -29,6 +29,7 @@ class Kind(Enum):
     REPLICATED = "least time, parameters whole"
     FSDP = "batch and parameters split over the first axis"
     DATA = "batch split over the first axis, parameters whole"
+    TENSOR = "batch and parameters split over the first axis, features over the second"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def candidates(
         model = CostModel(groups, shape, machine)
         marks = fixed(groups, len(shape))
         for kind in Kind:
-            if len(shape) == _MOST_AXES and kind is not Kind.FREE and mesh is None:
+            if not _takes(kind, len(shape), is_given=mesh is not None):
                 continue
             allowed = _allowed(model, marks, kind, batch)
             solution = solve(model, memory=memory, allowed=allowed)
@@ -111,6 +112,13 @@ def _order(candidate: Candidate) -> tuple[float, float]:
     return solution.seconds * _PER_AXIS ** len(candidate.mesh_shape), solution.bytes
 
 
+def _takes(kind: Kind, num_axes: int, *, is_given: bool) -> bool:
+    """Whether candidates of a kind are made for meshes of so many axes."""
+    if kind is Kind.TENSOR:
+        return num_axes == 2
+    return num_axes < _MOST_AXES or kind is Kind.FREE or is_given
+
+
 def _allowed(
     model: CostModel,
     marks: Sequence[Mapping[int, int]],
@@ -125,11 +133,13 @@ def _allowed(
     if kind is Kind.FREE:
         return found
     options = model.options(0, [[NONE] * model.num_ties for _ in model.mesh_shape])
-    if kind in (Kind.FSDP, Kind.DATA):
+    if kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR):
         for group, c in batch.items():
             tie = groups.tie[group]
             if c in options[tie]:
                 found[0].setdefault(tie, (c,))
+            if kind is Kind.TENSOR:
+                found[1].setdefault(tie, tuple(o for o in options[tie] if o != c))
     for leaf in groups.step.updated:
         tie = groups.tie[groups.of_tensor[leaf]]
         is_small = groups.step.tensors[leaf].num_bytes < _SMALL_BYTES
@@ -139,7 +149,7 @@ def _allowed(
             if kind in (Kind.REPLICATED, Kind.DATA):
                 if axis == 0 or kind is Kind.REPLICATED:
                     of_axis[tie] = (NONE,)
-            elif axis == 0 and not is_small and len(options[tie]) > 1:
+            elif (axis == 0 or kind is Kind.TENSOR) and not is_small and len(options[tie]) > 1:
                 of_axis[tie] = tuple(c for c in options[tie] if c != NONE)
     return found
 

@@ -264,7 +264,8 @@ class CostModel:
                     costs[a, b] = (
                         self._all_reduce(axis, size)
                         if have is None
-                        else self._gather(axis, size, inner=bool(math.prod(shape[:have]) > 1))
+                        else self._gather(axis, size, inner=math.prod(shape[:have]) > 1)
+                        * self.machine.scatters
                     )
                 else:
                     source, target = (need, have) if is_result else (have, need)

@@ -144,7 +144,7 @@ def _rank(one: Tried, objective: str) -> tuple[float, float]:
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
     """The best candidate, the best one of each other kind, and then the next best."""
     chosen: list[Tried] = list(made[:1])
-    for kind in (Kind.FSDP, Kind.DATA, Kind.SHARDED, Kind.REPLICATED):
+    for kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR, Kind.REPLICATED, Kind.SHARDED):
         best = next((x for x in made if x.candidate.kind is kind), None)
         if best is not None and best not in chosen:
             chosen.append(best)
@@ -200,9 +200,15 @@ def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0)
     compute = max(costs.compiler_flops / machine.flops, work_s)
     memory = costs.least_bytes / machine.memory_bytes_per_s
     times = sum(1 if c.executions is None else c.executions for c in program.collectives)
-    sent = costs.ici_bytes / machine.links_bytes_per_s
-    sent += costs.dcn_bytes / machine.network_bytes_per_s
-    return max(compute, memory) + sent + times * machine.latency_s
+    links = {False: machine.links_bytes_per_s, True: machine.network_bytes_per_s}
+    moving = sum(
+        c.moved_bytes
+        * (1 if c.executions is None else c.executions)
+        * (machine.scatters if c.kind == "reduce-scatter" else 1.0)
+        / links[c.is_between_slices]
+        for c in program.collectives
+    )
+    return max(compute, memory) + moving + times * machine.latency_s
 
 
 def _tighter(tried: Sequence[Tried], memory: int) -> float:
