@@ -15,7 +15,7 @@ _EVERY_S = 1.0
 _ERASE = "\r\033[K"
 
 # The works that have a line, the innermost last.
-# Guarded by: the lock. Cleared by: the end of each work.
+# Guarded by: its own lock. Cleared by: the end of each work.
 _works: list["_Work"] = []
 _lock = threading.Lock()
 

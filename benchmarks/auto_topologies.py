@@ -1,0 +1,154 @@
+"""Are shardings that are found for TPUs that are not there as good as an expert's, by the compiler?
+
+Published sizes of the models of `benchmarks.auto_models` are compiled for a topology with each of
+the manual shardings and with those that `spmd.plan(..., auto=True)` finds. Compared are the
+modelled time of a step (the roofline of FLOPs and memory by the data sheet, and then the
+collectives, as if nothing overlapped them) and the peak memory of a device. Nothing runs.
+
+    python -m benchmarks.auto_topologies --topology v4-16 gpt2:124m llama:1b
+
+Each plan runs in a process of its own. Finished plans are kept in `--cache`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    MODELS_BY_DEFAULT = ("gpt2:124m", "llama:1b", "resnet:224", "vit:b16", "two_tower:5b")
+    parser.add_argument("models", nargs="*", default=MODELS_BY_DEFAULT, metavar="MODEL:SIZE")
+    parser.add_argument("--topology", default="v4-16", help="default: v4-16")
+    parser.add_argument("--cache", type=Path, default=Path("build/auto_topologies"))
+    parser.add_argument("--only", help="plan this one, MODEL:SIZE:STRATEGY; the script uses this")
+    parser.add_argument("--json", type=Path, help="where --only writes its figures")
+    args = parser.parse_args()
+
+import resource
+import time
+
+from tqdm import tqdm
+
+import spmd_core as spmd
+from benchmarks.auto_models import MODELS, mesh_of
+from spmd_core.auto.decide import program_seconds
+from spmd_core.auto.machine import Machine
+from spmd_core.planner.topology import find_topology
+
+STRATEGIES = ("data", "fsdp", "fsdp_tensor")
+AUTO = "auto"
+LEAST_RATIO = 0.96
+
+
+def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any]:
+    """The figures of one plan."""
+    found = find_topology(topology)
+    count = len(found.devices)
+
+    def train() -> None:
+        spmd.use_spmd()
+        net, _, step, inputs = MODELS[name].build(size, "xla")
+        if strategy != AUTO:
+            MODELS[name].manual[strategy](net, inputs, mesh_of(strategy, count))
+        spmd.sync()
+        for _ in range(8):
+            step(*inputs)
+            spmd.sync()
+
+    start = time.perf_counter()
+    made = spmd.plan(train, topology=found, auto=strategy == AUTO)
+    figures: dict[str, Any] = {
+        "seconds": None,
+        "peak_bytes": made.peak_bytes,
+        "fits": made.fits is not False,
+        "refusals": list(made.refusals),
+        "plan_s": time.perf_counter() - start,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "shardings": list(made.shardings),
+    }
+    if made.step is not None:
+        figures["seconds"] = program_seconds(made.step, Machine.of(found.devices))
+        figures["sent"] = made.step.costs.ici_bytes + made.step.costs.dcn_bytes
+        figures["mfu_bound"] = made.step.costs.mfu_bound
+    return figures
+
+
+def _run(name: str, size: str, strategy: str) -> dict[str, Any]:
+    path: Path = args.cache / args.topology / f"{name}-{size}-{strategy}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "figures.json"
+            words = [sys.executable, "-m", "benchmarks.auto_topologies", "--json", str(made)]
+            words += ["--only", f"{name}:{size}:{strategy}", "--topology", args.topology]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if not made.exists():
+                lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no message"]
+                made.write_text(
+                    json.dumps({"seconds": None, "fits": False, "refusals": lines[-1:]})
+                )
+            path.write_text(made.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:
+    fitting = {s: of[s] for s in STRATEGIES if of[s]["seconds"] is not None and of[s]["fits"]}
+    best = min(fitting, key=lambda s: fitting[s]["seconds"], default=None)
+    auto = of[AUTO]
+    cells = [name]
+    if best is None or auto["seconds"] is None:
+        return [*cells, *("-" if x is None else "fits" for x in (auto["seconds"], best)), *"----"]
+    return [
+        *cells,
+        f"{auto['seconds'] * 1e3:,.1f} ms",
+        f"{best}: {fitting[best]['seconds'] * 1e3:,.1f} ms",
+        f"{fitting[best]['seconds'] / auto['seconds']:.2f}",
+        f"{auto['peak_bytes'] / 1e9:,.2f} GB",
+        f"{fitting[best]['peak_bytes'] / 1e9:,.2f} GB",
+        f"{auto['plan_s']:,.0f} s",
+    ]
+
+
+def main() -> None:
+    if args.only:
+        name, size, strategy = args.only.split(":")
+        args.json.write_text(json.dumps(planned(name, size, strategy, args.topology)))
+        return
+    pairs = [model.split(":") for model in args.models]
+    turns = [(name, size, s) for name, size in pairs for s in (*STRATEGIES, AUTO)]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, size, strategy in tqdm(turns, desc="plans", disable=None):
+        found.setdefault(f"{name} {size}", {})[strategy] = _run(name, size, strategy)
+    ratios, lost = [], []
+    for name, of in found.items():
+        manual = [of[s] for s in STRATEGIES if of[s]["seconds"] is not None and of[s]["fits"]]
+        if manual and (of[AUTO]["seconds"] is None or not of[AUTO]["fits"]):
+            lost.append(name)
+        elif manual:
+            ratios.append(min(x["seconds"] for x in manual) / of[AUTO]["seconds"])
+    notes = [
+        f"{verdict(bool(ratios) and min(ratios) >= LEAST_RATIO)}: the least rate of automatic "
+        f"shardings over the best manual ones is {min(ratios, default=0):.2f}, at least "
+        f"{LEAST_RATIO} asked; {sum(x > 1.0 for x in ratios)} of {len(ratios)} are better.",
+        f"{verdict(not lost)}: what fits by hand fits automatically, too"
+        + (f"; not {', '.join(lost)}." if lost else "."),
+    ]
+    columns = ("model", "step, modelled", "best manual", "rate", "peak", "its peak", "whole plan")
+    rows = [_row(name, of) for name, of in found.items()]
+    title = f"Automatic shardings compiled for {args.topology}; times are modelled"
+    publish(
+        f"auto_topologies_{args.topology}",
+        Table(title, columns, rows, notes),
+        {"models": found},
+        folder=args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
