@@ -5,7 +5,7 @@ the manual shardings and with those that `spmd.plan(..., auto=True)` finds. Comp
 modelled time of a step (the roofline of FLOPs and memory by the data sheet, and then the
 collectives, as if nothing overlapped them) and the peak memory of a device. Nothing runs.
 
-    python -m benchmarks.auto_topologies --topology v4-16 gpt2:124m llama:1b
+    python -m benchmarks.auto_topologies --topology v4-16 gpt2:124M llama:1B
 
 Each plan runs in a process of its own. Finished plans are kept in `--cache`.
 """
@@ -21,7 +21,7 @@ from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    MODELS_BY_DEFAULT = ("gpt2:124m", "llama:1b", "resnet:224", "vit:b16", "two_tower:5b")
+    MODELS_BY_DEFAULT = ("gpt2:124M", "llama:1B", "resnet:224", "vit:B/16", "two_tower:5B")
     parser.add_argument("models", nargs="*", default=MODELS_BY_DEFAULT, metavar="MODEL:SIZE")
     parser.add_argument("--topology", default="v4-16", help="default: v4-16")
     parser.add_argument("--cache", type=Path, default=Path("build/auto_topologies"))
@@ -79,7 +79,8 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
 
 
 def _run(name: str, size: str, strategy: str) -> dict[str, Any]:
-    path: Path = args.cache / args.topology / f"{name}-{size}-{strategy}.json"
+    file = f"{name}-{size}-{strategy}.json".replace("/", "")
+    path: Path = args.cache / args.topology / file
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
