@@ -3,6 +3,37 @@
 from .fault import Fault
 
 FAULTS = (
+    # ---- auto ------------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/auto/costs.py",
+        "an all-reduce is thought to cost as little as an all-gather",
+        "return self._seconds(axis, 2 * size * (n - 1) / n)",
+        "return self._seconds(axis, size * (n - 1) / n)",
+    ),
+    Fault(
+        "spmd_core/auto/groups.py",
+        "the minor part of a dim that a view joins may be split",
+        "        return False  # the minor part of a dim\n",
+        "        return True\n",
+    ),
+    Fault(
+        "spmd_core/auto/recorded_step.py",
+        "what a recorded step wrote stays pending",
+        "                if storage.committed is not None:\n",
+        "                if storage.committed is None:\n",
+    ),
+    Fault(
+        "spmd_core/auto/mode.py",
+        "state that automatic sharding has split is not marked",
+        "            leaves.set_sharding(storage, sharding)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "spmd_core/auto/candidates.py",
+        "the search overrides a mark of the user",
+        "        {tie: (c,) for tie, c in of_axis.items()} for of_axis in marks\n",
+        "        {} for of_axis in marks\n",
+    ),
     # ---- marks -----------------------------------------------------------------------------------
     Fault(
         "spmd_core/marks/marking.py",
