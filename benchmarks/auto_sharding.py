@@ -55,7 +55,7 @@ EAGER, AUTO = "eager", "auto"
 LEAST_RATIO, LEAST_BETTER, LEAST_RANK, MOST_ERROR = 0.96, 1 / 3, 0.9, 1e-5
 MOST_MODEL_S, MOST_SEARCH_S = 30, 300
 # XLA's worker threads spin for a while after their work, which would count as the next step's.
-SETTLE_S = 0.05
+SETTLE_S = 0.1
 
 
 def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, Any]:
@@ -76,8 +76,9 @@ def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, An
         steps[strategy] = step
         gc.collect()
     times: dict[str, list[float]] = {strategy: [] for strategy in steps}
-    for _ in range(rounds):
-        for strategy, step in steps.items():
+    for number in range(rounds):
+        turns = list(steps.items())  # in both orders, as a step leaves caches to the next one
+        for strategy, step in turns if number % 2 else reversed(turns):
             time.sleep(SETTLE_S)
             start = time.process_time()
             step()
