@@ -11,7 +11,7 @@ from spmd_core.chips import chip_of
 # of a server, within a factor of two. Only the ratios decide, and they differ little among hosts.
 # Collectives were timed on 1 and 4 MB: a reduction that scatters takes 1.6 times as long as an
 # all-gather of as many bytes.
-_CPU_FLOPS, _CPU_MEMORY, _CPU_LINKS, _CPU_LATENCY_S = 1.2e10, 5e9, 1.4e9, 2e-4
+_CPU_FLOPS, _CPU_MEMORY, _CPU_LINKS, _CPU_LATENCY_S = 1.2e10, 3e9, 1.4e9, 2e-4
 _CPU_SCATTERS = 1.6
 _LATENCY_S = 4e-6  # of a collective between neighbours
 _GPU_NETWORK = 25e9  # bytes/s of a GPU's share of its host's network; makers state none
