@@ -10,10 +10,12 @@ import pytest
 from benchmarks import hbm
 
 ROW = hbm.Row("0.5B", fsdp=4)
+assert ROW.bound is not None
+BOUND = ROW.bound.total
 
 
 def found(of_bound: float, of_reference: float, **more: Any) -> dict[str, Any]:
-    peak = of_bound * ROW.bound.total
+    peak = of_bound * BOUND
     return {
         "recipe": {"peak": peak, "parts": {}, "fits": True, "mfu_bound": 0.6, **more},
         "by default": {"peak": 1.2 * peak},
@@ -59,8 +61,8 @@ def test_arguments_of_libtpu_follow_those_of_the_user(
 
 
 def test_a_larger_batch_has_to_fit_and_to_be_bound_by_products() -> None:
-    row = hbm.ROWS[-1]
-    assert row.name == "4B fsdp=8 batch 4"
+    (row,) = [row for row in hbm.ROWS if row.name == "4B fsdp=8 batch 4"]
+    assert row.bound is not None
     result = {"recipe": {"peak": row.bound.total, "fits": True, "mfu_bound": 0.6}, "reference": {}}
     assert verdict_of(row, result) == "yes"
     result["recipe"]["mfu_bound"] = 0.4
@@ -110,3 +112,11 @@ def test_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     with pytest.raises(SystemExit):
         hbm.main()
     assert "--only must be part of a row's name" in capsys.readouterr().err
+
+
+def test_without_recomputation_there_is_no_bound() -> None:
+    row = hbm.ROWS[-1]
+    assert row.name == "2B unsharded without recomputation" and row.bound is None
+    result = {"recipe": {"peak": 25e9}, "by default": {"peak": 25e9}, "reference": {"peak": 25e9}}
+    (cells,) = hbm.table_of({row.name: result}).rows
+    assert cells[1:6] == ["25.00", "", "25.00", "", ""] and cells[-1] == "yes"
