@@ -28,7 +28,7 @@ from examples.training.knobs import (
     parser_of,
 )
 from examples.training.mesh_sizes import Sizes, check_axes, check_heads, mesh_sizes, num_devices
-from examples.training.run_config import RunConfig, check_run_config
+from examples.training.run_config import RunConfig, check_mesh_auto, check_run_config
 
 # The mesh axes that each strategy takes.
 STRATEGIES = {
@@ -36,6 +36,16 @@ STRATEGIES = {
     "fsdp": ("data", "fsdp"),
     "ddp": ("data",),
     "pipeline": ("pipe", "data", "fsdp", "tensor"),
+}
+# What options do for which --mesh auto has no place.
+NOT_WITH_MESH_AUTO = {
+    "strategy": "shards over axes that have names",
+    "microbatches": "is about a pipeline, whose stages are along an axis that has a name",
+    "schedule": "is about a pipeline, whose stages are along an axis that has a name",
+    "mesh_devices": "gives a part of the devices to the mesh, and a mesh that is found has all",
+    "scan": "stacks the parameters of the blocks, for which nothing is searched",
+    "pack": "reads in each process the documents of its part of a mesh that is known before",
+    "init": "decides where weights are drawn: here on the host, as the draw comes before the mesh",
 }
 
 
@@ -48,8 +58,8 @@ class TrainConfig(RunConfig):
     )
     mesh: str = knob(
         "",
-        "device mesh with axes among pipe, data, fsdp and tensor, as in data=2,fsdp=4; empty: one "
-        "device",
+        "device mesh with axes among pipe, data, fsdp and tensor, as in data=2,fsdp=4; auto: the "
+        "mesh and the shardings are found for the first step; empty: one device",
         resumable=True,
     )
     strategy: str = knob(
@@ -190,6 +200,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         KnobError: an option is out of range, or two options do not fit together.
     """
     check_run_config(config, axis="fsdp")
+    check_mesh_auto(config, NOT_WITH_MESH_AUTO, example="fsdp")
     preset = PRESETS[config.preset]
     lr = config.lr or preset.lr
     config = dataclasses.replace(
@@ -237,7 +248,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"--mesh-devices says how many devices a mesh takes; got {config.mesh_devices} and no "
             f"--mesh. Add for instance --mesh fsdp={config.mesh_devices}."
         )
-    if config.mesh:
+    if config.named_mesh:
         if config.devices:
             check_mesh_devices(config, config.devices)
         num_emulated = config.mesh_devices or config.devices

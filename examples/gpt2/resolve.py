@@ -30,10 +30,13 @@ def model_of(config: TrainConfig, device: torch.device) -> GPT2LMHeadModel:
 
 
 def draws_on_device(config: TrainConfig) -> bool:
-    """Whether the weights are drawn on the device: the host may lack memory for a large model."""
+    """Whether the weights are drawn on the device: the host may lack memory for a large model.
+
+    With --mesh auto they come from the host: no device has its shards yet when they are drawn.
+    """
     is_large = work_of(config).num_params > DRAWN_ON_HOST
     is_wanted = config.init == "device" or (config.init == "auto" and is_large)
-    return is_wanted and config.device == "xla"
+    return is_wanted and config.device == "xla" and not config.finds_mesh
 
 
 def work_of(config: TrainConfig) -> Work:
@@ -45,14 +48,14 @@ def work_of(config: TrainConfig) -> Work:
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
+    """The mesh; None for one device, and for a mesh that is found.
 
     Raises:
         KnobError: the text is not a mesh, or the mesh does not fit emulated devices, the strategy,
             the batch or the preset.
         spmd.errors.MeshError: the mesh does not fit the devices.
     """
-    if not config.mesh:
+    if not config.named_mesh:
         return None
     available = spmd.global_runtime_device_count()
     check_mesh_devices(config, available)

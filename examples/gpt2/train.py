@@ -6,6 +6,8 @@
         the same on eight emulated devices
     python -m examples.gpt2.train --preset 124M --mesh fsdp=8 --dtype bf16
         on a machine with eight accelerators
+    python -m examples.gpt2.train --smoke --devices 8 --mesh auto
+        the mesh and the shardings are found, and the recipe marks nothing
     python -m examples.gpt2.train --smoke --device cpu
         eager torch, whose losses every mesh must reproduce
 

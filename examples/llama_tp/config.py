@@ -29,7 +29,17 @@ from examples.training.knobs import (
     parser_of,
 )
 from examples.training.mesh_sizes import Sizes, check_axes, check_heads, mesh_sizes
-from examples.training.run_config import RunConfig, check_run_config
+from examples.training.run_config import RunConfig, check_mesh_auto, check_run_config
+
+# What options do for which --mesh auto has no place.
+NOT_WITH_MESH_AUTO = {
+    "sequence_parallel": "splits activations over the axis tensor",
+    "loss_parallel": "splits the logits over the axis tensor",
+    "scan": "stacks the parameters of the blocks, for which nothing is searched",
+    "init": "decides where weights are drawn: here on the host, as the draw comes before the mesh",
+    "weights": "reads each device's shards of a model, before the mesh is known",
+    "prompt": "generates by programs over a mesh that is known before",
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ class TrainConfig(RunConfig):
     lora_alpha: float = knob(0.0, "LoRA's alpha; adapters count alpha / rank; 0: twice the rank")
     mesh: str = knob(
         "",
-        "device mesh with axes among data, fsdp, context and tensor, as in data=2,tensor=4; empty: "
-        "one device",
+        "device mesh with axes among data, fsdp, context and tensor, as in data=2,tensor=4; auto: "
+        "the mesh and the shardings are found for the first step; empty: one device",
         resumable=True,
     )
     sequence_parallel: bool = knob(
@@ -180,6 +190,7 @@ def check_options(config: TrainConfig) -> None:
         KnobError: an option is out of range, or two options do not fit together.
     """
     check_run_config(config, axis="tensor")
+    check_mesh_auto(config, NOT_WITH_MESH_AUTO, example="tensor")
     if config.weights and config.vocab:
         raise KnobError(
             f"--weights brings its own vocabulary; got --vocab {config.vocab} too. Leave it out."
@@ -189,7 +200,7 @@ def check_options(config: TrainConfig) -> None:
             f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "
             "instance --lora 8, or write all weights with --export."
         )
-    if config.mesh:
+    if config.named_mesh:
         sizes = mesh_sizes(config.mesh, num_emulated=config.devices, example="tensor")
         if config.weights:  # whose folder is not read here
             sizes = dict.fromkeys(sizes)

@@ -76,9 +76,11 @@ def draws_on_device(config: TrainConfig) -> bool:
     """Whether the weights are drawn on the device: the host may lack memory for a large model.
 
     Weights that come from files are recorded there too: they are replaced before any is drawn.
+    With --mesh auto they come from the host: no device has its shards yet when they are drawn.
     """
     is_large = sizes(config).num_params(config.vocab) > DRAWN_ON_HOST
     is_wanted = config.init == "device" or (config.init == "auto" and is_large)
+    is_wanted = is_wanted and not config.finds_mesh
     return (bool(config.weights) or is_wanted) and config.device == "xla"
 
 
@@ -90,7 +92,7 @@ def work_of(config: TrainConfig, *, num_params: int, num_trained: int) -> Work:
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
+    """The mesh; None for one device, and for a mesh that is found.
 
     Raises:
         KnobError: the text is not a mesh, or the mesh does not fit emulated devices, the plan, the
@@ -99,7 +101,7 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     """
     mesh = (
         mesh_of(config.mesh, spmd.global_runtime_device_count(), num_emulated=config.devices)
-        if config.mesh
+        if config.named_mesh
         else None
     )
     check_mesh(config, mesh.shape() if mesh else {}, sizes(config))

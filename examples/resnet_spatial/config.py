@@ -32,8 +32,8 @@ class TrainConfig(RunConfig):
     )
     mesh: str = knob(
         "",
-        "device mesh with axes among data, height and width, as in data=2,height=2,width=2; empty: "
-        "one device",
+        "device mesh with axes among data, height and width, as in data=2,height=2,width=2; auto: "
+        "the mesh and the shardings are found for the first step; empty: one device",
         resumable=True,
     )
     channels_last: bool = knob(
@@ -117,7 +117,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"images of shapes need at least 16 rows, so that the shapes differ; got --image-size "
             f"{config.image_size}. Pass for instance --image-size 32."
         )
-    check_mesh(config, mesh_sizes(config.mesh, num_emulated=config.devices))
+    check_mesh(config, mesh_sizes(config.named_mesh, num_emulated=config.devices))
     return config
 
 

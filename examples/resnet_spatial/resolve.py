@@ -13,14 +13,14 @@ from examples.training.meter import Work
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
+    """The mesh; None for one device, and for a mesh that is found.
 
     Raises:
         KnobError: the text is not a mesh, or the mesh does not fit emulated devices, the batch or
             the images.
         spmd.errors.MeshError: the mesh does not fit the devices.
     """
-    if not config.mesh:
+    if not config.named_mesh:
         return None
     mesh = mesh_of(config.mesh, spmd.global_runtime_device_count(), num_emulated=config.devices)
     check_mesh(config, mesh.shape())

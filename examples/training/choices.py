@@ -15,5 +15,6 @@ MOST_TOKENS = 2**24  # of a sequence or a vocabulary
 MOST_ROWS = 2**20  # of a batch, or classes
 PYTHON_STDLIB = "python-stdlib"
 TEXT_CACHE_DIR = "~/.cache/spmd/text"
+MESH_AUTO = "auto"  # of --mesh: found for the first step, with the shardings
 RESUME_AUTO = "auto"  # of --resume: the newest step in --checkpoint, if there is one
 SAVE_EVERY = 100  # steps, unless --save-every says otherwise

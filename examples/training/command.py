@@ -52,11 +52,12 @@ def exit_code(
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
-def start_devices(num_emulated: int | None) -> None:
+def start_devices(num_emulated: int | None, *, auto: bool = False) -> None:
     """Joins the other processes of the run, if a launcher has started several, and SPMD mode.
 
     Args:
         num_emulated: CPU devices to emulate, in all processes together; None or 0 for real ones.
+        auto: whether the mesh and the shardings are found when a program is first compiled.
 
     Raises:
         KnobError: the processes cannot emulate equally many, or their number is none.
@@ -79,14 +80,14 @@ def start_devices(num_emulated: int | None) -> None:
         spmd.simulate(num_emulated // num_processes)
     if num_processes > 1:
         spmd.distributed.initialize()
-    spmd.use_spmd()
+    spmd.use_spmd(auto=auto)
 
 
 def device_of(config: RunConfig) -> torch.device:
     """The device that a recipe's options name; for `xla`, after `start_devices`."""
     if config.device == "cpu":
         return torch.device("cpu")
-    start_devices(config.devices)
+    start_devices(config.devices, auto=config.finds_mesh)
     return spmd.device()
 
 

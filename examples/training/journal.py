@@ -15,7 +15,7 @@ import torch
 
 import spmd_core as spmd
 from examples.training.collector import long_lived
-from examples.training.log import Report, RunLog
+from examples.training.log import Report, RunLog, axes_text
 from examples.training.meter import Meter, Work
 from examples.training.resume import SaveError, Saves, Stateful
 from examples.training.run_config import RunConfig
@@ -58,7 +58,7 @@ class Journal:
     Args:
         config: the run's options.
         first: the step to go on from, as `resume.step_of` gave it; None for a new run.
-        device, mesh: where the model is.
+        device, mesh: where the model is; no mesh for one device, and for one that is found.
         work: what a step computes.
         data: what the model is trained on.
         parts: what is saved, and what a resumed run goes on with, by name: the model, the
@@ -91,13 +91,16 @@ class Journal:
         self._step = self._first
         self._scheduler: Any = parts["scheduler"]
         self._stack = ExitStack()
-        axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
+        self._model: Any = parts["model"]
+        self._is_mesh_due = config.finds_mesh
+        axes = _axes(mesh) if mesh else {}
         dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        peak = device_peak(device, mesh, dtype=dtype)
+        computing = _all_devices() if config.finds_mesh else mesh
+        peak = device_peak(device, computing, dtype=dtype)
         self.report = Report(
             config=dataclasses.asdict(config),
             num_params=work.num_params,
-            num_devices=mesh.size() if mesh else 1,
+            num_devices=computing.size() if computing else 1,
             device_kind=device_kind(device),
             mesh=axes,
             resumed_at=self._first,
@@ -113,7 +116,8 @@ class Journal:
         self.log.settings(self.report.config)
         if mesh:
             self.log.mesh(mesh)
-        where = f"{self.report.num_devices} {config.device} device(s) {axes or ''}".rstrip()
+        shown = "mesh auto" if config.finds_mesh else axes or ""
+        where = f"{self.report.num_devices} {config.device} device(s) {shown}".rstrip()
         self.log.say(f"data   {data.summary}")
         self.log.say(f"model  {work.model}, {work.num_params:,} parameters, on {where}")
         if self._on_xla and config.capture and (reason := config.recorded_because()):
@@ -158,6 +162,7 @@ class Journal:
         It waits for the device only if an evaluation is due: the step ends here then, as the
         evaluation is a program of its own.
         """
+        self._say_mesh_if_found()
         self._meter.add(self._step, loss, grad_norm, self._lr)
         if self.evaluation_is_due():
             self._sync()
@@ -184,6 +189,7 @@ class Journal:
             SaveError: the run could not be saved.
         """
         self._sync()
+        self._say_mesh_if_found()
         if spmd.debugging.is_planning():
             return self.report
         self._meter.read(up_to=self._config.steps)
@@ -221,6 +227,17 @@ class Journal:
         except SaveError as error:  # the disk may have space by the next save
             self._say(f"error: {error} The run goes on.")
 
+    def _say_mesh_if_found(self) -> None:
+        """Says the mesh of --mesh auto once: the marks of the parameters have it."""
+        if not self._is_mesh_due:
+            return
+        mesh = found_mesh(self._model)
+        if mesh is not None:
+            self._is_mesh_due = False
+            self.report.mesh = _axes(mesh)
+            self.log.mesh(mesh)
+            self.log.say(f"mesh   auto: {axes_text(self.report.mesh)}, found for the first step")
+
     def _say(self, text: str) -> None:
         if text:
             self.log.say(text)
@@ -228,3 +245,19 @@ class Journal:
     def _sync(self) -> None:
         if self._on_xla:
             spmd.sync()
+
+
+def found_mesh(model: torch.nn.Module) -> spmd.Mesh | None:
+    """The mesh of the marks of a model's parameters; None as long as none has one."""
+    marks = (getattr(parameter, "sharding", None) for parameter in model.parameters())
+    return next((mark.mesh for mark in marks if mark is not None), None)
+
+
+def _axes(mesh: spmd.Mesh) -> dict[str, int]:
+    return {str(name): size for name, size in mesh.shape().items()}
+
+
+def _all_devices() -> spmd.Mesh:
+    """All devices, along one axis."""
+    count = spmd.global_runtime_device_count()
+    return spmd.Mesh(range(count), (count,), ("devices",))

@@ -15,6 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 import spmd_core as spmd
+from examples.training.choices import MESH_AUTO
 from examples.training.knobs import EXIT_INTERRUPTED
 from spmd_core import files
 from spmd_core.runtime.preemption import EXIT_PREEMPTED
@@ -34,7 +35,7 @@ class Report:
         config: every option, with the value that the run used.
         num_params: parameters, padding included.
         num_devices, device_kind: the devices that the run used.
-        mesh: size of each mesh axis; empty for one device.
+        mesh: size of each mesh axis; empty for one device. Of --mesh auto, those that were found.
         resumed_at: the step of the saved run that this one went on from; 0 for a new run.
         losses, grad_norms, lrs: one entry per training step.
         evals: per evaluation, `step` and the figures that the recipe reports, such as `loss`.
@@ -113,12 +114,13 @@ class Report:
         table = Table(
             title="Training run" + (" (interrupted)" if self.interrupted else ""), show_header=False
         )
+        auto = "auto: " if self.config.get("mesh") == MESH_AUTO else ""
         rows = [
             ("parameters", f"{self.num_params:,}"),
             (
                 "devices",
                 f"{self.num_devices} x {self.device_kind}"
-                + (f", mesh {_axes_text(self.mesh)}" if self.mesh else ""),
+                + (f", mesh {auto}{axes_text(self.mesh)}" if self.mesh else ""),
             ),
             (
                 "loss, first and last step",
@@ -306,7 +308,8 @@ def figures_text(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "step")
 
 
-def _axes_text(mesh: Mapping[str, int]) -> str:
+def axes_text(mesh: Mapping[str, int]) -> str:
+    """A mesh as --mesh writes it."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 

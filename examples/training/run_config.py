@@ -4,9 +4,10 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from examples.training.choices import MOST_DEVICES, RESUME_AUTO, SAVE_EVERY
+from examples.training.choices import MESH_AUTO, MOST_DEVICES, RESUME_AUTO, SAVE_EVERY
 from examples.training.knobs import KnobError, check_ranges, knob, option
 
 
@@ -14,7 +15,11 @@ from examples.training.knobs import KnobError, check_ranges, knob, option
 class RunConfig:
     """Options of a run that do not depend on the model; a recipe's configuration extends it."""
 
-    mesh: str = knob("", "device mesh, as in data=2,fsdp=4; empty: one device", resumable=True)
+    mesh: str = knob(
+        "",
+        "device mesh, as in data=2,fsdp=4; auto: found for the first step; empty: one device",
+        resumable=True,
+    )
     devices: int = knob(
         0, "number of emulated CPU devices; 0: the real ones", resumable=True, most=MOST_DEVICES
     )
@@ -83,6 +88,16 @@ class RunConfig:
         True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
 
+    @property
+    def finds_mesh(self) -> bool:
+        """Whether the mesh and the shardings are found automatically, over all devices."""
+        return self.mesh == MESH_AUTO
+
+    @property
+    def named_mesh(self) -> str:
+        """What --mesh names; empty for one device, and for a mesh that is found."""
+        return "" if self.finds_mesh else self.mesh
+
     def recorded_because(self) -> str:
         """Why no step of such a run can be captured, in words; empty: it can."""
         return ""
@@ -121,3 +136,27 @@ def check_run_config(config: RunConfig, *, axis: str) -> None:
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
             f"Add for instance --mesh {axis}={config.devices}."
         )
+
+
+def check_mesh_auto(config: RunConfig, needs: Mapping[str, str], *, example: str) -> None:
+    """Checks that no option is given that --mesh auto has no place for.
+
+    Args:
+        config: the options, before the preset's values are filled in.
+        needs: what each of these options needs or does instead, by the names of their fields.
+        example: an axis to name in an error.
+
+    Raises:
+        KnobError: one is given, and the mesh is to be found.
+    """
+    if not config.finds_mesh:
+        return
+    for name, need in needs.items():
+        value = getattr(config, name)
+        if value != type(config).__dataclass_fields__[name].default:
+            given = option(name) if value is True else f"{option(name)} {value}"
+            raise KnobError(
+                f"--mesh auto finds the mesh and the shardings for the first step; got {given} "
+                f"too, which {need}. Leave out {option(name)}, or name the axes of the mesh, for "
+                f"instance --mesh {example}={config.devices or 8}."
+            )

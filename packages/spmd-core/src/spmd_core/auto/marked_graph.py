@@ -1,5 +1,6 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spmd_core.auto.costs import NONE
@@ -7,6 +8,7 @@ from spmd_core.auto.groups import Groups
 from spmd_core.auto.solve import Solution
 from spmd_core.auto.step_graph import updated
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.values import Entry
 from spmd_core.marks.constraints import mark_entry
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.leaves import marked_placement
@@ -142,3 +144,21 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     return replace(
         recorded, leaves=leaves, nodes=tuple(nodes), outputs=tuple(outputs), device_ids=ids
     )
+
+
+def positions(entries: Iterable[Entry], num_leaves: int, found: Shardings) -> tuple[int, ...]:
+    """For each operation of the graph that `marked` makes, the position of the one before.
+
+    Args:
+        entries: those of the operations of the graph that is marked.
+        num_leaves: the number of its inputs.
+        found: the shardings.
+    """
+    marks = dict(found.marks)
+    places: list[int] = []
+    tensor = num_leaves
+    for position, entry in enumerate(entries):
+        after = tensor + len(entry.outs)
+        places += [position] * (1 + sum(t in marks for t in range(tensor, after)))
+        tensor = after
+    return tuple(places)

@@ -3,15 +3,14 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from spmd_core.auto.auto_shard import marked_mesh, plan_of
 from spmd_core.auto.decide import decide
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import Shardings, marked
+from spmd_core.auto.marked_graph import Shardings, marked, positions
 from spmd_core.auto.recorded_step import RecordedStep
 from spmd_core.auto.step_graph import StepGraph, updated
 from spmd_core.errors import AutoShardingError
@@ -42,12 +41,17 @@ class Automatic:
         mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
             search.
         topology: the devices of the plan for which this was turned on; None for programs that run.
-        texts: of such a plan, the table of each search.
+        texts: of such a plan, the table and code of each search.
     """
 
-    def __init__(self, mesh: Mesh | tuple[int, ...], topology: Topology | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh | tuple[int, ...],
+        topology: Topology | None = None,
+        texts: list[str] | None = None,
+    ) -> None:
         self.mesh, self.topology = mesh, topology
-        self.texts: list[str] = []
+        self.texts: list[str] = [] if texts is None else texts
         self._known: dict[Hashable, Shardings | None] = {}
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
@@ -154,36 +158,21 @@ def _with(planned: CutPlan, found: Shardings) -> CutPlan:
         found=found,
     )
     rewrite: Callable[[RecordedGraph], RecordedGraph] = functools.partial(marked, found=found)
-    return replace(planned, key=key, targets=placements, rewrite=rewrite)
+    places = positions((node.entry for node in planned.nodes), len(planned.leaves), found)
+    return replace(planned, key=key, targets=placements, rewrite=rewrite, positions=places)
 
 
-def start(mesh: Mesh | tuple[int, ...] = ()) -> None:
+def start(
+    mesh: Mesh | tuple[int, ...] = (),
+    topology: Topology | None = None,
+    texts: list[str] | None = None,
+) -> None:
     """Turns automatic sharding on for programs that are compiled from now on.
 
     Args:
         mesh: the mesh to use, or its shape; () to choose one at the first program with a product.
+        topology: the devices of the plan whose programs these are; None for programs that run.
+        texts: of such a plan, gets a table and code for each program that is searched.
     """
     with lock:
-        automatic.search = Automatic(mesh)
-
-
-def stop() -> None:
-    """Turns automatic sharding off, but that of a plan; tensors keep their marks."""
-    with lock:
-        if isinstance(automatic.search, Automatic) and automatic.search.topology is None:
-            automatic.search = None
-
-
-@contextmanager
-def in_plan(topology: Topology) -> Iterator[list[str]]:
-    """Inside, automatic sharding is on for the programs of a plan for these devices.
-
-    Yields:
-        A list that gets a table and code for each program that is searched.
-    """
-    before = automatic.search
-    automatic.search = found = Automatic((), topology)
-    try:
-        yield found.texts
-    finally:
-        automatic.search = before
+        automatic.search = Automatic(mesh, topology, texts)

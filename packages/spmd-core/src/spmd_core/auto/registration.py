@@ -4,13 +4,37 @@ The search needs scipy and takes a while to import, so it is imported when it is
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from spmd_core.arguments import checked, require_bool, require_kind
+from spmd_core.graph.recorders import lock
 from spmd_core.marks import dtensor
 from spmd_core.planner import plan
+from spmd_core.planner.topology import Topology
 from spmd_core.program import automatic
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan that is being made.
+
+    Attributes:
+        topology: its devices.
+        stays_on: whether the plan itself asks for automatic sharding, which no script turns off.
+        texts: gets a table and code for each program that is searched.
+    """
+
+    topology: Topology
+    stays_on: bool
+    texts: list[str] = field(default_factory=list)
+
+
+# Guarded by: the one plan that a process makes at a time. Cleared by: the end of the plan.
+_planned: _Planned | None = None
 
 
 @checked()
@@ -22,7 +46,8 @@ def use_spmd(*, auto: bool = False, mesh: Mesh | None = None) -> None:
     is about to be compiled. The first one chooses the mesh; its parameters and state are marked, so
     that `tensor.sharding` shows their shardings, and inputs of later steps are split as it has
     chosen when they are uploaded. Marks of the user stay, and are constraints. A program with
-    `shard_map`, a pipeline or stacked layers runs as it is.
+    `shard_map`, a pipeline or stacked layers runs as it is. In a function that `plan` runs, this is
+    about the programs of that plan, which then has their shardings.
 
     Args:
         auto: whether shardings are found automatically from now on; a call without it turns that
@@ -44,8 +69,9 @@ def use_spmd(*, auto: bool = False, mesh: Mesh | None = None) -> None:
         start(() if mesh is None else mesh)
         return
     devices.use_spmd()
-    if is_automatic():
-        importlib.import_module("spmd_core.auto.mode").stop()
+    if _planned is None or not _planned.stays_on:
+        with lock:
+            automatic.search = None
 
 
 def start(mesh: Mesh | tuple[int, ...]) -> None:
@@ -54,7 +80,15 @@ def start(mesh: Mesh | tuple[int, ...]) -> None:
     Starts no devices: whether a shape fits them is seen at the first search.
     """
     devices.use_spmd()
-    importlib.import_module("spmd_core.auto.mode").start(mesh)
+    _start(mesh)
+
+
+def _start(mesh: Mesh | tuple[int, ...]) -> None:
+    mode = importlib.import_module("spmd_core.auto.mode")
+    if _planned is None:
+        mode.start(mesh)
+    else:
+        mode.start(mesh, _planned.topology, _planned.texts)
 
 
 def is_automatic() -> bool:
@@ -62,9 +96,25 @@ def is_automatic() -> bool:
     return automatic.search is not None
 
 
+@contextmanager
+def _in_plan(topology: Topology, is_on: bool) -> Iterator[list[str]]:
+    """Inside, automatic sharding is that of a plan for these devices, and off if `is_on` is False.
+
+    Yields:
+        A list that gets a table and code for each program that is searched.
+    """
+    global _planned
+    with automatic.paused():
+        _planned = _Planned(topology, is_on)
+        try:
+            if is_on:
+                _start(())
+            yield _planned.texts
+        finally:
+            _planned = None
+
+
 def install() -> None:
     """Lets `distribute_module(module, mesh, auto_policy)` and `plan` turn it on."""
     dtensor.on_auto_policy = lambda mesh: use_spmd(auto=True, mesh=mesh)
-    plan.automatic = lambda topology: importlib.import_module("spmd_core.auto.mode").in_plan(
-        topology
-    )
+    plan.automatic = _in_plan

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ from spmd_core.steps import closures
 _QUIET_STEPS = 3
 
 
-def _without_search(topology: Topology) -> AbstractContextManager[list[str]]:
+def _without_search(topology: Topology, is_on: bool) -> AbstractContextManager[list[str]]:
     raise AssertionError("spmd_core registers the search when it is imported")
 
 
-# Automatic sharding for the programs of a plan: a context manager, whose value has a text for each
-# program that was searched. Set by `auto.registration`.
+# Automatic sharding for the programs of a plan, on or until the function turns it on: a context
+# manager, whose value has a text for each program that was searched. Set by `auto.registration`.
 # Guarded by: imports. Cleared by: never.
-automatic: Callable[[Topology], AbstractContextManager[list[str]]] = _without_search
+automatic: Callable[[Topology, bool], AbstractContextManager[list[str]]] = _without_search
 
 
 class _CompleteError(BaseException):
@@ -160,14 +160,15 @@ def plan(
         machine_code: whether to generate machine code for TPUs and count its bytes. That takes
             several times as long, and several times as much of the host's memory. XLA's compiler
             for CPUs does not tell the size of its code.
-        auto: whether shardings are found for what is not marked, as by `use_spmd(auto=True)`.
+        auto: whether shardings are found for what is not marked, as by `use_spmd(auto=True)`, which
+            the function itself may call instead.
 
     Returns:
         The plan, with the compiler's message for each program that does not fit the memory.
 
     Raises:
         PlanError: there is no such topology, or libtpu is not installed.
-        AutoShardingError: with `auto`, no sharding is found that fits.
+        AutoShardingError: of what is found automatically, no sharding fits.
         PlanReadError: the function reads a value before any step was complete; the message has the
             line, and what to change.
     """
@@ -197,7 +198,7 @@ def plan(
             _with_source_lines(),
             closures.set_aside(),
             abstract.planning(found.devices, run),
-            automatic(found) if auto else nullcontext([]) as shardings,
+            automatic(found, auto) as shardings,
         ):
             execution.around_step.append(recorder.around_step)
             try:

@@ -16,7 +16,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import StackStorage
 from spmd_core.graph.storage import Storage, take_pending
-from spmd_core.graph.values import Value, line_of
+from spmd_core.graph.values import Value
 from spmd_core.program import (
     compile_cache,
     fingerprint,
@@ -266,7 +266,7 @@ def _execute(live: list[Storage], *, donates: bool = True, grows: bool = True) -
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
+    lines = [planned.line(check.position) for check in program.index_checks]
     results = start.start(program, read, arrays, (floats, ints, complexes), lines)
     checked = index_checks.stamp()
     is_verified = config.verify_programs and len(planned.key.device_ids) > 1

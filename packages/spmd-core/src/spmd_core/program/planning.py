@@ -13,7 +13,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import Row, Stack, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
-from spmd_core.graph.values import OpResult, Value, origin_of
+from spmd_core.graph.values import OpResult, Value, line_of, origin_of
 from spmd_core.program import (
     automatic,
     compile_cache,
@@ -59,6 +59,8 @@ class CutPlan:
         stacked: the stacks among its inputs and results. New ones have no arrays yet.
         label: the prefix of the program's name.
         rewrite: gives the graph the shardings of `key.found`; None without.
+        positions: of such a graph: for each operation, the position in `nodes` of the one that it
+            is, or marks.
     """
 
     key: compile_cache.Key
@@ -74,6 +76,7 @@ class CutPlan:
     stacked: stacked_state.StackedState
     label: str
     rewrite: Callable[[RecordedGraph], RecordedGraph] | None = None
+    positions: Sequence[int] = ()
 
     def graph(self) -> RecordedGraph:
         """The graph to lower; only needed if the program is not in the cache."""
@@ -101,6 +104,10 @@ class CutPlan:
             key.fold_layers,
         )
         return graph if self.rewrite is None else self.rewrite(graph)
+
+    def line(self, position: int) -> str:
+        """The user's line of the operation at that position of the graph (`line_of`)."""
+        return line_of(self.nodes[position if self.rewrite is None else self.positions[position]])
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from spmd_core.graph.stacks import Row, Stack, StackEntry
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.subgraphs import StandIn
 from spmd_core.graph.values import Value
+from spmd_core.program import automatic
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import array_of, convert, target_placement
 from spmd_core.program.stacked_groups import lists_of
@@ -63,7 +64,8 @@ def take_out(live: Sequence[Storage], leaves: Sequence[Value], call: CapturedCal
             rows = [s for s in stack.storages() if s is not None]
             num_updated = sum(s in updated for s in rows)
             are_kept[stack] = (
-                stack.is_whole
+                automatic.search is None
+                and stack.is_whole
                 and all(s in call.reached for s in rows)
                 and num_updated in (0, len(rows))
             )
@@ -89,7 +91,7 @@ def groups(
         call: the call.
         device_ids: those of the program.
     """
-    if config.fold_layers:  # which stacks what it finds
+    if config.fold_layers or automatic.search is not None:  # see `begun`
         return []
     updated = set(live)
     updates = _updates(nodes)
@@ -123,7 +125,8 @@ def begun(nodes: Sequence[Value], state: State, call: CapturedCall) -> list[list
         state: what begins in it.
         call: the call.
     """
-    if config.fold_layers:
+    # Folded layers stack what they find; automatic sharding searches no program with stacks.
+    if config.fold_layers or automatic.search is not None:
         return []
     updates = _updates(nodes)
     found: dict[Hashable, list[Value]] = {}

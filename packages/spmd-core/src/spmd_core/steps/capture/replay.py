@@ -10,7 +10,7 @@ from spmd_core.config import config
 from spmd_core.graph import parked, recorders
 from spmd_core.graph.stacks import Row
 from spmd_core.graph.storage import Storage
-from spmd_core.graph.values import Value, line_of
+from spmd_core.graph.values import Value
 from spmd_core.program import execution, fingerprint, index_checks, start
 from spmd_core.program.leaves import convert
 from spmd_core.recording import random_stream
@@ -59,7 +59,7 @@ class Replay:
         assert plan is not None
         self._key, self._program = plan.key, recording.program
         self._donated_bytes = sum(plan.leaves[i].spec.num_bytes for i in plan.key.donated)
-        self._lines = [line_of(plan.nodes[check.position]) for check in self._program.index_checks]
+        self._lines = [plan.line(check.position) for check in self._program.index_checks]
         self._generators = [generator for generator, _ in recording.draws]
         self.reached = recording.after
         self._scalars = Scalars(numbers, self.reached)
