@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import spmd_core as spmd
+from spmd_core.auto import mode
 from spmd_core.metrics import Peak, utilisation
-from spmd_core.program import compile_cache, tensor_names
+from spmd_core.program import automatic, compile_cache, tensor_names
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,3 +41,12 @@ def on_devices(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
         return report
 
     return of_run
+
+
+@pytest.fixture
+def finding_a_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For --mesh auto: the model decides alone, and the switch is off again afterwards."""
+    monkeypatch.setattr(mode, "_MOST_COMPILED", 0)
+    compile_cache.clear()
+    yield
+    automatic.search = None

@@ -233,6 +233,48 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report.collectives)
 
 
+@pytest.mark.one_device
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
+    cache_dir: str,
+    expected: Any,
+    num_devices: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with spmd.strict():
+        report = run(smoke(cache_dir, **{**SHORT, "device": "xla", "mesh": "auto"}))
+    check_equal(report, expected)
+    assert report.num_devices == math.prod(report.mesh.values()) == num_devices
+    assert report.compiles == 2  # of captured steps, and of the evaluation
+    assert bool(report.collectives) == (num_devices > 1)
+    out = capsys.readouterr().out
+    axes = ",".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    assert f"on {num_devices} xla device(s) mesh auto" in out
+    assert out.count(f"mesh   auto: {axes}, found for the first step") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fsdp"}, "--strategy fsdp too, which shards over axes"),
+        ({"strategy": "pipeline"}, "--strategy pipeline too, which shards over axes"),
+        ({"microbatches": 4}, "--microbatches 4 too, which is about a pipeline"),
+        ({"schedule": "gpipe"}, "--schedule gpipe too, which is about a pipeline"),
+        ({"mesh_devices": 3}, "--mesh-devices 3 too, which gives a part of the devices"),
+        ({"scan": True}, "--scan too, which stacks the parameters"),
+        ({"pack": True}, "--pack too, which reads in each process"),
+        ({"init": "device"}, "--init device too, which decides where weights are drawn"),
+    ],
+)
+def test_what_a_mesh_that_is_found_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KnobError) as error:
+        with_defaults(TrainConfig(mesh="auto", devices=4, **options))
+    said = str(error.value)
+    assert said.startswith("--mesh auto finds the mesh and the shardings for the first step; got ")
+    assert f"got {message}" in said and "for instance --mesh fsdp=4." in said
+    assert f"Leave out {message.split()[0]}, or name the axes" in said
+
+
 # Three of eight devices; a vocabulary, a sequence and parts of a batch that nothing divides.
 ODD = {"vocab": 509, "pad_vocab": 1, "seq": 63, "batch": 12, "accumulate": 2}
 
@@ -351,6 +393,8 @@ def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
             "--seq must not pass the preset's position table; got 999 for smoke with 128 positions",
         ),
         (["--device", "cpu", "--batch", "-1"], "--batch must be at least 0; got -1"),
+        (["--device", "cpu", "--mesh", "auto"], "got --device cpu with --mesh 'auto'"),
+        (["--mesh", "auto", "--scan"], "got --scan too, which stacks"),
         (
             ["--devices", "8"],
             "without a mesh one device computes; got --devices 8 and no --mesh. "
@@ -476,6 +520,7 @@ def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> N
         config_from(["--help"])
     out = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in out for name in TrainConfig.__dataclass_fields__)
+    assert "auto: the mesh and the shardings are found for the first step" in " ".join(out.split())
 
 
 def test_smoke_only_changes_defaults() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,46 @@ def test_one_device_has_the_losses_of_eager_torch(
     # The steps, and the evaluation.
     assert report.compiles == 2
     assert report.losses[-1] < report.losses[0]
+
+
+@pytest.mark.one_device
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
+    cache_dir: str,
+    expected: Any,
+    num_devices: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with spmd.strict():
+        report = run(smoke(cache_dir, mesh="auto"))
+    check_equal(report, expected)
+    assert report.num_devices == math.prod(report.mesh.values()) == num_devices
+    assert report.compiles == 2  # of captured steps, and of the evaluation
+    assert bool(report.collectives) == (num_devices > 1)
+    out = capsys.readouterr().out
+    axes = ",".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    assert f"on {num_devices} xla device(s) mesh auto" in out
+    assert out.count(f"mesh   auto: {axes}, found for the first step") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_parallel": True}, "--sequence-parallel too, which splits activations"),
+        ({"loss_parallel": True}, "--loss-parallel too, which splits the logits"),
+        ({"scan": True}, "--scan too, which stacks the parameters"),
+        ({"init": "host"}, "--init host too, which decides where weights are drawn"),
+        ({"weights": "a/folder"}, "--weights a/folder too, which reads each device's shards"),
+        ({"prompt": "def"}, "--prompt def too, which generates by programs"),
+    ],
+)
+def test_what_a_mesh_that_is_found_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KnobError) as error:
+        with_defaults(TrainConfig(mesh="auto", devices=4, **options))
+    said = str(error.value)
+    assert said.startswith("--mesh auto finds the mesh and the shardings for the first step; got ")
+    assert f"got {message}" in said and "for instance --mesh tensor=4." in said
+    assert f"Leave out {message.split()[0]}, or name the axes" in said
 
 
 @pytest.mark.parametrize(
@@ -220,6 +261,7 @@ def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     assert all(f"--{name.replace('_', '-')}" in out for name in names)
+    assert "auto: the mesh and the shardings are found for the first step" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,22 @@ def test_every_mesh_has_the_losses_of_eager_torch(
     assert report.compiles == 4
 
 
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
+    num_devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"steps": 3, "batch": 8, "eval_batches": 1, "ema": 0.9}
+    expected = run(smoke(**options))
+    with spmd.strict():
+        report = run(smoke(**options, device="xla", mesh="auto"))
+    assert report.losses == pytest.approx(expected.losses, rel=1e-4)
+    for name in ("loss", "ema_loss"):
+        assert report.evals[-1][name] == pytest.approx(expected.evals[-1][name], rel=1e-3)
+    assert report.num_devices == num_devices
+    axes = ",".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    assert f"mesh   auto: {axes}, found for the first step" in capsys.readouterr().out
+
+
 def test_a_run_in_eager_torch_learns_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +211,7 @@ def test_a_full_disk_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (["--device", "cpu", "--mesh", "height=8"], "a mesh needs the xla device"),
+        (["--device", "cpu", "--mesh", "auto"], "got --device cpu with --mesh 'auto'"),
         (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
         (["--device", "cpu", "--ema", "1"], "--ema is a share, at least 0 and below 1; got 1.0"),
         (["--device", "cpu", "--image-size", "8"], "images of shapes need at least 16 rows"),
@@ -250,6 +267,7 @@ def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> N
         config_from(["--help"])
     out = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in out for name in TrainConfig.__dataclass_fields__)
+    assert "auto: the mesh and the shardings are found for the first step" in " ".join(out.split())
 
 
 def test_smoke_only_changes_defaults() -> None:

@@ -19,6 +19,7 @@ from examples.llama_tp.train import run as llama
 from examples.resnet_spatial.config import SMOKE as RESNET
 from examples.resnet_spatial.config import TrainConfig as ResnetConfig
 from examples.resnet_spatial.train import run as resnet
+from spmd_core.auto import registration
 from spmd_core.planner import plan as planner
 from spmd_core.planner import topology
 from spmd_core.planner.planned import TopologyPlan
@@ -96,6 +97,17 @@ def test_gpt2(
     assert not (folder / "new").exists()
     out = capsys.readouterr().out
     assert "GPT-2 smoke" in out and "nan" not in out and "saved to" not in out
+
+
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_a_mesh_that_is_found(
+    folder: Path, num_devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPT2Config(**GPT2 | writing(folder), mesh="auto", cache_dir=str(folder / "cache"))
+    made = planned(gpt2, config, num_devices)
+    assert "attn.c_attn.weight" in made.shardings[0]
+    assert capsys.readouterr().out.count("mesh   auto: ") == 1
+    assert not (folder / "new").exists() and not registration.is_automatic()
 
 
 def test_llama_with_adapters_text_and_files(

@@ -1,15 +1,18 @@
 """auto/mode.py and auto/registration.py: programs are searched when they are compiled."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from auto_steps import losses, pictures, training, words
+from torch import nn
 
 import spmd_core as spmd
 from spmd_core.auto import mode, registration
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
+from spmd_core.metrics import utilisation
 
 CLOSE = {"rel": 2e-5}
 
@@ -95,6 +98,48 @@ def test_a_captured_step():
     assert losses(step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
 
 
+def test_small_state_of_a_captured_step_is_not_stacked():
+    """A program with stacks is not searched; `small_state` begins them with eight small tensors."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    batch = [torch.randn(8, 8)]
+
+    def training_of(model):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    expected = losses(training_of(copy.deepcopy(model)), batch)
+    spmd.use_spmd(auto=True)
+    step = spmd.compile(training_of(model.to("xla")), full_graph=True, capture=True)
+    assert losses(step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+    assert all(p.sharding is not None for p in model.parameters())
+
+
+def test_a_wrong_index_is_said_with_its_line():
+    spmd.use_spmd(auto=True)
+    spmd.config.check_indices = True
+    table, weight = torch.randn(16, 8).to("xla"), torch.randn(8, 8).to("xla")
+
+    def step(ids):
+        hidden = table @ weight  # results of products and lookups are marked
+        return (hidden[ids] @ weight)[ids % 4].sum()
+
+    run = spmd.compile(step, full_graph=True, capture=True)
+    for _ in range(3):
+        run(torch.arange(8).to("xla"))
+        spmd.sync()
+    line = step.__code__.co_firstlineno + 2
+    with pytest.raises(IndexError, match=rf"recorded at .*test_mode\.py:{line}, takes -16 to 15"):
+        run((torch.arange(8) + 92).to("xla")).item()
+
+
 def test_distribute_module_with_auto_policy():
     count = spmd.global_runtime_device_count()
     model, batch = words()
@@ -159,3 +204,43 @@ def test_plans():
     assert "Shardings that were found:" in str(made) and made.step is not None
     assert not registration.is_automatic()
     assert not spmd.plan(train, topology=f"cpu-{count}").shardings
+
+
+def test_a_planned_script_turns_it_on_and_off():
+    count = spmd.global_runtime_device_count()
+
+    def train(is_on_then=True, calls=()):
+        spmd.use_spmd(auto=True)
+        model, batch = words()
+        own = training(model.to("xla"), fused=True)
+        for keywords in calls:
+            spmd.use_spmd(**keywords)
+        assert registration.is_automatic() == is_on_then
+        for _ in range(6):
+            own.step(*(x.to("xla") for x in batch))
+            spmd.sync()
+
+    spmd.use_spmd()
+    (text,) = spmd.plan(train, topology=f"cpu-{count}").shardings
+    assert "Words.blocks.*.up.weight x2" in text
+    assert not registration.is_automatic()
+    off = functools.partial(train, False, [{}])
+    assert not spmd.plan(off, topology=f"cpu-{count}").shardings
+    asked = functools.partial(train, True, [{}])  # the plan's own --auto stays on
+    assert len(spmd.plan(asked, topology=f"cpu-{count}", auto=True).shardings) == 1
+    spmd.use_spmd(auto=True)
+    assert not spmd.plan(off, topology=f"cpu-{count}").shardings
+    assert registration.is_automatic()  # as before the plan
+
+
+def test_a_measured_peak_is_not_searched(monkeypatch):
+    monkeypatch.setattr(utilisation, "_MATMUL_SIZES", (64,))
+    count = spmd.global_runtime_device_count()
+    spmd.use_spmd(auto=True)
+    mesh = spmd.Mesh(range(count), (count,), ("measured",))
+    utilisation.measured_peak(spmd.device(), mesh, torch.float32)
+    model, batch = words()
+    own = training(model.to("xla"))
+    losses(own.step, [x.to("xla") for x in batch])
+    meshes = {p.sharding.mesh for p in model.parameters()}
+    assert len(meshes) == 1 and "measured" not in meshes.pop().shape()
