@@ -233,7 +233,7 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report.collectives)
 
 
-@pytest.mark.one_device
+@pytest.mark.slow
 @pytest.mark.usefixtures("finding_a_mesh")
 def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     cache_dir: str,
@@ -242,10 +242,11 @@ def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with spmd.strict():
-        report = run(smoke(cache_dir, **{**SHORT, "device": "xla", "mesh": "auto"}))
-    check_equal(report, expected)
+        report = run(smoke(cache_dir, device="xla", mesh="auto", steps=4, eval_batches=0))
+    assert report.losses == pytest.approx(expected.losses, rel=2e-4)
+    assert report.grad_norms == pytest.approx(expected.grad_norms, rel=2e-3)
     assert report.num_devices == math.prod(report.mesh.values()) == num_devices
-    assert report.compiles == 2  # of captured steps, and of the evaluation
+    assert report.compiles == 1  # of captured steps
     assert bool(report.collectives) == (num_devices > 1)
     out = capsys.readouterr().out
     axes = ",".join(f"{axis}={size}" for axis, size in report.mesh.items())

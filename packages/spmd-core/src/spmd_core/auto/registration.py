@@ -33,7 +33,7 @@ class _Planned:
     texts: list[str] = field(default_factory=list)
 
 
-# Guarded by: the one plan that a process makes at a time. Cleared by: the end of the plan.
+# Guarded by: the graph lock. Cleared by: the end of the plan.
 _planned: _Planned | None = None
 
 
@@ -104,14 +104,17 @@ def _in_plan(topology: Topology, is_on: bool) -> Iterator[list[str]]:
         A list that gets a table and code for each program that is searched.
     """
     global _planned
+    made = _Planned(topology, is_on)
     with automatic.paused():
-        _planned = _Planned(topology, is_on)
+        with lock:
+            _planned = made
         try:
             if is_on:
                 _start(())
-            yield _planned.texts
+            yield made.texts
         finally:
-            _planned = None
+            with lock:
+                _planned = None
 
 
 def install() -> None:

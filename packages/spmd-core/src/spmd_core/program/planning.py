@@ -59,8 +59,7 @@ class CutPlan:
         stacked: the stacks among its inputs and results. New ones have no arrays yet.
         label: the prefix of the program's name.
         rewrite: gives the graph the shardings of `key.found`; None without.
-        positions: of such a graph: for each operation, the position in `nodes` of the one that it
-            is, or marks.
+        positions: of such a graph: the position in `nodes` of what each operation is, or marks.
     """
 
     key: compile_cache.Key
@@ -139,13 +138,7 @@ def plan(
     """
 
     def planned(groups: Sequence[Sequence[Value]] = ()) -> CutPlan:
-        return _plan(
-            live,
-            groups,
-            label=label,
-            donates=donates,
-            call=call,
-        )
+        return _plan(live, groups, label=label, donates=donates, call=call)
 
     made = automatic.searched(planned)
     if made.rewrite is not None:
