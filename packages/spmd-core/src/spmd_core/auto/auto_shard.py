@@ -84,8 +84,8 @@ def auto_shard(
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> plan = auto_shard(step, torch.ones(64, 512, device="xla"), candidates=0)
-        >>> plan.inputs[0].spec[0] is not None  # the batch is split
-        True
+        >>> plan.mesh.size()
+        8
     """
     devices.require_spmd("auto_shard")
     require_kind("mesh", mesh, Mesh, type(None), write="for instance mesh=Mesh(range(8), (8,))")
