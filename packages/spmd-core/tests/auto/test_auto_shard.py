@@ -82,17 +82,14 @@ def test_the_program_of_the_loop_is_the_one_that_was_chosen():
 
 
 def test_memory_is_respected():
-    model, batch = words(vocabulary=64, width=32, inner=512)
-    free, _ = compared(copy.deepcopy(model), batch, mesh=mesh_of(0), candidates=1)
-    whole = sum(p.numel() for p in model.parameters()) * 4 * 3
-    count = spmd.global_runtime_device_count()
-    if count < 4:
+    if spmd.global_runtime_device_count() < 8:
         pytest.skip("on few devices all candidates take about as much")
-    small, _ = compared(model, batch, mesh=mesh_of(0), candidates=1, memory=whole * 6 // 10)
-    assert small.tried[0].program.peak_bytes <= whole * 6 // 10
-    assert free.tried[0].program.peak_bytes > small.tried[0].program.peak_bytes or (
-        free.tried[0].program.peak_bytes <= whole * 6 // 10
-    )
+    model, batch = words(vocabulary=64, width=32, inner=1024, batch=64)
+    free, _ = compared(copy.deepcopy(model), batch, mesh=mesh_of(0), candidates=5)
+    peaks = [x.program.peak_bytes for x in free.tried if x.program is not None]
+    assert peaks[0] > min(peaks)  # the fastest is not the smallest
+    small, _ = compared(model, batch, mesh=mesh_of(0), candidates=5, memory=min(peaks))
+    assert small.tried[0].program.peak_bytes <= min(peaks)
 
 
 def test_nothing_fits():

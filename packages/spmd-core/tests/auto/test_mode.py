@@ -43,11 +43,6 @@ def test_a_loop_runs_one_program_with_shardings_that_are_found(fused):
     assert seen == pytest.approx(expected, **CLOSE)
     assert num_steps() == [3]
     assert all(p.sharding is not None for p in model.parameters())
-    if spmd.global_runtime_device_count() > 1:
-        split = [p for p in model.parameters() if not p.sharding.is_replicated]
-        program = max(spmd.metrics.programs(), key=lambda x: x.executions)
-        whole = sum(p.numel() for p in model.parameters()) * 4 * 3
-        assert split or program.peak_bytes > whole
 
 
 def test_evaluation_and_a_smaller_batch_keep_the_shardings():

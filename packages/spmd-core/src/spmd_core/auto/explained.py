@@ -66,7 +66,9 @@ class Explainer:
                     )
                     alike += need is not None
                     gathered += need is None
-            if alike and not gathered:
+            if not alike and not gathered:
+                words.append(f"{name}: split where it is stored")
+            elif alike and not gathered:
                 words.append(f"{name}: computed where it lies")
             elif gathered and not alike:
                 words.append(f"{name}: gathered before use ({gathered} times)")
