@@ -69,7 +69,7 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "refusals": list(made.refusals),
         "plan_s": time.perf_counter() - start,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "shardings": list(made.shardings),
+        "shardings": [found.text for found in made.shardings],
     }
     if made.step is not None:
         figures["seconds"] = program_seconds(made.step, Machine.of(found.devices))

@@ -105,7 +105,7 @@ def test_a_mesh_that_is_found(
 ) -> None:
     config = GPT2Config(**GPT2 | writing(folder), mesh="auto", cache_dir=str(folder / "cache"))
     made = planned(gpt2, config, num_devices)
-    assert made.shardings[0].startswith("mesh ")
+    assert made.shardings[0].text.startswith("mesh ")
     assert capsys.readouterr().out.count("mesh   auto: ") == 1
     assert not (folder / "new").exists() and not registration.is_automatic()
 

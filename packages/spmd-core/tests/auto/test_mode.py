@@ -13,6 +13,7 @@ from spmd_core.auto import mode, registration
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
 from spmd_core.metrics import utilisation
+from spmd_core.planner.planned import values
 
 CLOSE = {"rel": 2e-5}
 
@@ -194,8 +195,11 @@ def test_plans():
             spmd.sync()
 
     made = spmd.plan(train, topology=f"cpu-{count}", auto=True)
-    (text,) = made.shardings
-    assert "Words.blocks.*.up.weight x2" in text and "spmd.shard_module(model" in text
+    (found,) = made.shardings
+    assert "Words.blocks.*.up.weight x2" in found.text and "spmd.shard_module(model" in found.text
+    assert (
+        found.text.startswith(f"mesh {found.mesh}\n") and values(made)["found_mesh"] == found.mesh
+    )
     assert "Shardings that were found:" in str(made) and made.step is not None
     assert not registration.is_automatic()
     assert not spmd.plan(train, topology=f"cpu-{count}").shardings
@@ -216,8 +220,8 @@ def test_a_planned_script_turns_it_on_and_off():
             spmd.sync()
 
     spmd.use_spmd()
-    (text,) = spmd.plan(train, topology=f"cpu-{count}").shardings
-    assert "Words.blocks.*.up.weight x2" in text
+    (found,) = spmd.plan(train, topology=f"cpu-{count}").shardings
+    assert "Words.blocks.*.up.weight x2" in found.text
     assert not registration.is_automatic()
     off = functools.partial(train, False, [{}])
     assert not spmd.plan(off, topology=f"cpu-{count}").shardings

@@ -126,7 +126,9 @@ def test_an_unknown_topology(script, capsys):
 @pytest.mark.one_device
 def test_a_search(script, num_devices, tmp_path, capsys, monkeypatch):
     def planned(options, request, digest):
-        return search.Outcome(options, {"fits": True, "peak_bytes": 5, "step": None})
+        return search.Outcome(
+            options, {"fits": True, "peak_bytes": 5, "step": None, "found_mesh": ""}
+        )
 
     monkeypatch.setattr(search, "_planned", planned)
     out = tmp_path / "search.json"
@@ -151,7 +153,9 @@ def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, mo
         if len(ran) == 2:
             raise KeyboardInterrupt
         out = command[command.index("--json") + 1]
-        Path(out).write_text(json.dumps({"fits": True, "peak_bytes": 5, "step": None}))
+        Path(out).write_text(
+            json.dumps({"fits": True, "peak_bytes": 5, "step": None, "found_mesh": ""})
+        )
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(search.subprocess, "run", run)

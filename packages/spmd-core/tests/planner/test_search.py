@@ -21,7 +21,7 @@ def request_(tmp_path):
 def test_values_by_default(request_):
     found = candidates(["batch", "mesh", "remat"], {}, request_)
     assert found["batch"][:3] == ("4", "8", "16")
-    assert found["mesh"] == ("fsdp=8", "fsdp=4,tensor=2", "fsdp=2,tensor=4")
+    assert found["mesh"] == ("auto",)
     assert found["remat"][0] == "none"
     assert "full" in found["remat"]
 
@@ -57,7 +57,7 @@ def test_an_option_of_a_command_line():
 def _plan(batch, *, peak, capacity=100):
     costs = {"model_flops": batch * 10, "bound_s": 1 + batch / 10, "mfu_bound": batch / 100}
     fits = peak <= capacity
-    return {"fits": fits, "peak_bytes": peak, "step": {"costs": costs}}
+    return {"fits": fits, "peak_bytes": peak, "step": {"costs": costs}, "found_mesh": ""}
 
 
 @pytest.fixture
@@ -156,6 +156,23 @@ def test_an_interrupted_search_goes_on(request_, planned, monkeypatch):
 
 def test_outcomes_without_bounds_rank_by_memory():
     cpu = {"costs": {"model_flops": 5, "bound_s": None, "mfu_bound": None}}
-    outcome = Outcome({"batch": "1"}, {"fits": None, "peak_bytes": 7, "step": cpu})
+    outcome = Outcome(
+        {"batch": "1"}, {"fits": None, "peak_bytes": 7, "step": cpu, "found_mesh": ""}
+    )
     assert (outcome.fits, outcome.flops_per_s, outcome.mfu_bound) == (True, 0.0, None)
     assert "0.00 GB" in search.table([outcome])
+
+
+def test_the_table_has_the_mesh_that_was_found():
+    plan = {"fits": True, "peak_bytes": 7, "step": None, "found_mesh": "fsdp=4,tensor=2"}
+    outcomes = [
+        Outcome({"mesh": "auto", "batch": "1"}, plan),
+        Outcome({"mesh": "fsdp=8", "batch": "1"}, plan | {"found_mesh": ""}),
+        Outcome({"mesh": "auto", "batch": "auto"}, None, "exit code 2"),
+    ]
+    assert [outcome.shown for outcome in outcomes] == [
+        ("auto: fsdp=4,tensor=2", "1"),
+        ("fsdp=8", "1"),
+        ("auto", "auto"),
+    ]
+    assert "auto: fsdp=4,tensor=2  1" in search.table(outcomes)

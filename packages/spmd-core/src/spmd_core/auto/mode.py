@@ -16,6 +16,7 @@ from spmd_core.auto.step_graph import StepGraph, updated
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.metrics.flops import entry_flops
+from spmd_core.planner.planned import FoundShardings
 from spmd_core.planner.topology import Topology, present
 from spmd_core.program import automatic, leaves, tensor_names
 from spmd_core.program.planning import CutPlan
@@ -41,17 +42,17 @@ class Automatic:
         mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
             search.
         topology: the devices of the plan for which this was turned on; None for programs that run.
-        texts: of such a plan, the table and code of each search.
+        found: of such a plan, what each search has found.
     """
 
     def __init__(
         self,
         mesh: Mesh | tuple[int, ...],
         topology: Topology | None = None,
-        texts: list[str] | None = None,
+        found: list[FoundShardings] | None = None,
     ) -> None:
         self.mesh, self.topology = mesh, topology
-        self.texts: list[str] = [] if texts is None else texts
+        self.found: list[FoundShardings] = [] if found is None else found
         self._known: dict[Hashable, Shardings | None] = {}
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
@@ -102,7 +103,8 @@ class Automatic:
             owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
             recorded = RecordedStep(graph, names, leaves=owners)
             made = plan_of(recorded, groups, tried, Machine.of(devices.devices))
-            self.texts.append(f"{made.table()}\n\n{made.code()}")
+            text = f"{made.table()}\n\n{made.code()}"
+            self.found.append(FoundShardings(tried[0].shardings.mesh_text, text))
         return tried[0].shardings
 
     def _given(self, num_devices: int) -> Mesh | None:
@@ -165,14 +167,14 @@ def _with(planned: CutPlan, found: Shardings) -> CutPlan:
 def start(
     mesh: Mesh | tuple[int, ...] = (),
     topology: Topology | None = None,
-    texts: list[str] | None = None,
+    found: list[FoundShardings] | None = None,
 ) -> None:
     """Turns automatic sharding on for programs that are compiled from now on.
 
     Args:
         mesh: the mesh to use, or its shape; () to choose one at the first program with a product.
         topology: the devices of the plan whose programs these are; None for programs that run.
-        texts: of such a plan, gets a table and code for each program that is searched.
+        found: of such a plan, gets what is found for each program that is searched.
     """
     with lock:
-        automatic.search = Automatic(mesh, topology, texts)
+        automatic.search = Automatic(mesh, topology, found)

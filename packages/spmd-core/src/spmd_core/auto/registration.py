@@ -12,6 +12,7 @@ from spmd_core.arguments import checked, require_bool, require_kind
 from spmd_core.graph.recorders import lock
 from spmd_core.marks import dtensor
 from spmd_core.planner import plan
+from spmd_core.planner.planned import FoundShardings
 from spmd_core.planner.topology import Topology
 from spmd_core.program import automatic
 from spmd_core.runtime import devices
@@ -25,12 +26,12 @@ class _Planned:
     Attributes:
         topology: its devices.
         stays_on: whether the plan itself asks for automatic sharding, which no script turns off.
-        texts: gets a table and code for each program that is searched.
+        found: gets what is found for each program that is searched.
     """
 
     topology: Topology
     stays_on: bool
-    texts: list[str] = field(default_factory=list)
+    found: list[FoundShardings] = field(default_factory=list)
 
 
 # Guarded by: the graph lock. Cleared by: the end of the plan.
@@ -88,7 +89,7 @@ def _start(mesh: Mesh | tuple[int, ...]) -> None:
     if _planned is None:
         mode.start(mesh)
     else:
-        mode.start(mesh, _planned.topology, _planned.texts)
+        mode.start(mesh, _planned.topology, _planned.found)
 
 
 def is_automatic() -> bool:
@@ -97,11 +98,11 @@ def is_automatic() -> bool:
 
 
 @contextmanager
-def _in_plan(topology: Topology, is_on: bool) -> Iterator[list[str]]:
+def _in_plan(topology: Topology, is_on: bool) -> Iterator[list[FoundShardings]]:
     """Inside, automatic sharding is that of a plan for these devices, and off if `is_on` is False.
 
     Yields:
-        A list that gets a table and code for each program that is searched.
+        A list that gets what is found for each program that is searched.
     """
     global _planned
     made = _Planned(topology, is_on)
@@ -111,7 +112,7 @@ def _in_plan(topology: Topology, is_on: bool) -> Iterator[list[str]]:
         try:
             if is_on:
                 _start(())
-            yield made.texts
+            yield made.found
         finally:
             with lock:
                 _planned = None

@@ -189,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=V;V",
         help="the values of one option of --search; by default doublings of the command's batch, "
-        "the recipes' values of --remat, and meshes of fsdp and tensor",
+        "the recipes' values of --remat, and --mesh auto, whose mesh and shardings are found",
     )
     options.add_argument(
         "--cache",

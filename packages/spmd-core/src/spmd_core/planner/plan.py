@@ -27,7 +27,7 @@ from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
 from spmd_core.planner.memory_uses import MemoryUse
-from spmd_core.planner.planned import ProgramPlan, TopologyPlan
+from spmd_core.planner.planned import FoundShardings, ProgramPlan, TopologyPlan
 from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology, find_topology
 from spmd_core.program import execution
@@ -42,14 +42,18 @@ from spmd_core.steps import closures
 _QUIET_STEPS = 3
 
 
-def _without_search(topology: Topology, is_on: bool) -> AbstractContextManager[list[str]]:
+def _without_search(
+    topology: Topology, is_on: bool
+) -> AbstractContextManager[list[FoundShardings]]:
     raise AssertionError("spmd_core registers the search when it is imported")
 
 
 # Automatic sharding for the programs of a plan, on or until the function turns it on: a context
-# manager, whose value has a text for each program that was searched. Set by `auto.registration`.
+# manager, whose value has what was found for each program. Set by `auto.registration`.
 # Guarded by: imports. Cleared by: never.
-automatic: Callable[[Topology, bool], AbstractContextManager[list[str]]] = _without_search
+automatic: Callable[[Topology, bool], AbstractContextManager[list[FoundShardings]]] = (
+    _without_search
+)
 
 
 class _CompleteError(BaseException):

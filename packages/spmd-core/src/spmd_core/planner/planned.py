@@ -57,6 +57,19 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True)
+class FoundShardings:
+    """What automatic sharding has found for one program of a plan.
+
+    Attributes:
+        mesh: the axes and their sizes, such as `fsdp=4,tensor=2`.
+        text: a table of the shardings with reasons, the candidates, and the marks as code.
+    """
+
+    mesh: str
+    text: str
+
+
+@dataclass(frozen=True)
 class TopologyPlan:
     """The memory and costs of a function's programs on a topology. `print` shows a report.
 
@@ -68,7 +81,7 @@ class TopologyPlan:
         num_steps: the number of steps that were recorded.
         refusals: the compiler's message for each program that does not fit the devices' memory.
         ended_by: why the plan ended early; empty if it did not.
-        shardings: for each program whose shardings were found automatically, a table of them.
+        shardings: what was found for each program that automatic sharding searched.
     """
 
     topology: Topology
@@ -77,7 +90,7 @@ class TopologyPlan:
     num_steps: int = 0
     refusals: tuple[str, ...] = ()
     ended_by: str = ""
-    shardings: tuple[str, ...] = ()
+    shardings: tuple[FoundShardings, ...] = ()
 
     @property
     def largest(self) -> ProgramPlan | None:
@@ -245,8 +258,8 @@ def text(plan: TopologyPlan) -> str:
         lines += ["", "DOES NOT FIT, as the compiler found:", *_indented(refusal)]
     if plan.ended_by:
         lines += ["", "The plan ended early:", *_indented(plan.ended_by)]
-    for table in plan.shardings:
-        lines += ["", "Shardings that were found:", *_indented(table)]
+    for found in plan.shardings:
+        lines += ["", "Shardings that were found:", *_indented(found.text)]
     shown = plan.step or plan.largest
     if shown is None:
         return "\n".join([*lines, "", "No program was compiled."])
@@ -285,6 +298,7 @@ def values(plan: TopologyPlan) -> dict[str, Any]:
         "refusals": list(plan.refusals),
         "ended_by": plan.ended_by,
         "num_steps": plan.num_steps,
+        "found_mesh": plan.shardings[0].mesh if plan.shardings else "",
         "step": None if plan.step is None else _program_values(plan, plan.step),
         "programs": [_program_values(plan, program) for program in plan.programs],
         "left_out": [record.name for record in plan.left_out],

@@ -21,7 +21,6 @@ from typing import Any
 
 from spmd_core import files
 from spmd_core.errors import PlanError
-from spmd_core.planner.topology_names import parse
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +29,8 @@ _MAX_DOUBLINGS = 6
 # The recipes' names for what is recomputed in backward.
 _REMAT = ("none", "attention", "products", "full")
 _BATCH, _MESH = "batch", "mesh"
+# The value of the recipes' --mesh for which automatic sharding decides, in the plan itself.
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class Outcome:
         """The peak on one device; None if it does not fit."""
         return None if self.plan is None else self.plan["peak_bytes"]
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The values of the options as the table has them: with the mesh that was found."""
+        found = "" if self.plan is None else self.plan["found_mesh"]
+        return tuple(
+            f"{value}: {found}" if (name, value) == (_MESH, _AUTO) and found else value
+            for name, value in self.options.items()
+        )
+
     def _step(self, name: str) -> Any:
         step = None if self.plan is None else self.plan["step"]
         return None if step is None else step[name]
@@ -94,8 +104,9 @@ def candidates(
 ) -> dict[str, tuple[str, ...]]:
     """The values to try for each option.
 
-    By default, `batch` is the command's own and its doublings, `mesh` splits the devices between
-    the axes fsdp and tensor, and `remat` has the recipes' names. Any other option needs values.
+    By default, `batch` is the command's own and its doublings, `mesh` is "auto", so that each
+    combination is planned with the mesh and the shardings that automatic sharding finds for it, and
+    `remat` has the recipes' names. Any other option needs values.
 
     Args:
         names: the options, without dashes.
@@ -125,7 +136,7 @@ def candidates(
                 )
             found[name] = tuple(str(int(own) << i) for i in range(_MAX_DOUBLINGS + 1))
         elif name == _MESH:
-            found[name] = _meshes(parse(request.topology, num_slices=request.num_slices).num_chips)
+            found[name] = (_AUTO,)
         elif name == "remat":
             found[name] = _REMAT
         else:
@@ -134,20 +145,6 @@ def candidates(
                 f"and got {name!r}. Add --values '{name}=VALUE;VALUE'."
             )
     return found
-
-
-def _meshes(num_devices: int) -> tuple[str, ...]:
-    """Meshes of fsdp alone, then of fsdp and tensor.
-
-    Example:
-        >>> _meshes(8)
-        ('fsdp=8', 'fsdp=4,tensor=2', 'fsdp=2,tensor=4')
-    """
-    parts = [t for t in (2, 4, 8) if num_devices % t == 0 and num_devices > t]
-    return (
-        f"fsdp={num_devices}",
-        *(f"fsdp={num_devices // t},tensor={t}" for t in parts),
-    )
 
 
 def search(
@@ -305,7 +302,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         mfu = "-" if o.mfu_bound is None else f"{o.mfu_bound:.1%}"
         rate = f"{o.flops_per_s / 1e12:,.0f}" if o.flops_per_s else "-"
         note = o.reason or ("" if o.fits else "does not fit")
-        rows.append((*o.options.values(), peak, mfu, rate, note))
+        rows.append((*o.shown, peak, mfu, rate, note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
