@@ -1,6 +1,7 @@
 """auto/auto_shard.py: shardings are found and applied, and values stay those of eager torch."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from auto_steps import losses, pictures, training, words
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.auto import decide
 from spmd_core.errors import AutoShardingError, NotInSpmdModeError
 from spmd_core.runtime import devices
 
@@ -29,7 +31,8 @@ def mesh_of(*sizes):
 
 def compared(model, batch, make=ADAMW, mark=lambda model: None, **options):
     """The plan of a step; the losses of a loop after it must be those of eager torch."""
-    search = {k: options.pop(k) for k in ("mesh", "candidates", "memory") if k in options}
+    names = ("mesh", "candidates", "memory", "report", "on_interrupt")
+    search = {k: options.pop(k) for k in names if k in options}
     reference = losses(training(copy.deepcopy(model), make, **options).step, batch)
     moved = model.to("xla")
     mark(moved)
@@ -155,9 +158,71 @@ def test_for_devices_that_are_not_there():
     assert all(p.sharding is None for p in model.parameters())
 
 
+@pytest.fixture
+def interrupts():
+    """Python's own handler, as a shell starts a process in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted_at(number):
+    """A `report` that presses Ctrl-C when the candidate of this number is to be compiled."""
+
+    def report(text):
+        if text.startswith(f"compiling candidate {number} "):
+            signal.raise_signal(signal.SIGINT)
+
+    return report
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupted_search_changes_nothing():
+    model, batch = words()
+    expected = losses(training(copy.deepcopy(model)).step, batch)
+    own = training(model.to("xla"))
+    inputs = [x.to("xla") for x in batch]
+    with pytest.raises(KeyboardInterrupt):
+        spmd.auto_shard(own.step, *inputs, candidates=3, report=interrupted_at(2))
+    assert all(p.sharding is None and p.grad is None for p in model.parameters())
+    assert not own.optimizer.state
+    assert losses(own.step, inputs) == pytest.approx(expected, **CLOSE)
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupted_search_gives_the_best_so_far(number):
+    model, batch = words()
+    plan, _ = compared(
+        model,
+        batch,
+        candidates=2,
+        mesh=mesh_of(0),
+        report=interrupted_at(number),
+        on_interrupt="best",
+    )
+    assert [one.program is not None for one in plan.tried[: number - 1]] == [True] * (number - 1)
+    assert all(one.program is None for one in plan.tried[number - 1 :]) and len(plan.tried) > 1
+    assert all(p.sharding is not None for p in model.parameters())
+
+
+def test_a_search_that_is_interrupted_before_its_first_candidate(monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decide, "candidates", interrupted)
+    model, batch = words()
+    own = training(model.to("xla"))
+    with pytest.raises(KeyboardInterrupt):
+        spmd.auto_shard(own.step, *(x.to("xla") for x in batch), on_interrupt="best")
+    assert all(p.sharding is None for p in model.parameters())
+
+
 def test_bad_arguments(monkeypatch):
     with pytest.raises(AutoShardingError, match=r"time, memory; got 'speed'.*objective='time'"):
         spmd.auto_shard(lambda: None, objective="speed")
+    with pytest.raises(AutoShardingError, match=r"raise, best; got 'stop'.*on_interrupt='raise'"):
+        spmd.auto_shard(lambda: None, on_interrupt="stop")
     with pytest.raises(AutoShardingError, match=r"a function or a module; got.*type int"):
         spmd.auto_shard(3)
     with pytest.raises(TypeError, match="mesh"):

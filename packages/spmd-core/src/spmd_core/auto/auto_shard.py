@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.auto import module_paths
 from spmd_core.auto.costs import CostModel
-from spmd_core.auto.decide import Tried, decide
+from spmd_core.auto.decide import Progress, Tried, decide
 from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
@@ -29,6 +29,7 @@ from spmd_core.sharding.mesh import Mesh
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 OBJECTIVES = ("time", "memory")
+ON_INTERRUPT = ("raise", "best")
 
 
 @checked(memory=1, candidates=0)
@@ -40,6 +41,7 @@ def auto_shard(
     memory: int | None = None,
     objective: str = "time",
     candidates: int = 4,
+    on_interrupt: str = "raise",
     report: Callable[[str], None] | None = None,
 ) -> ShardingPlan:
     """Finds the mesh and the shardings of a training step, and applies them as marks.
@@ -65,6 +67,9 @@ def auto_shard(
         memory: the bytes of one device; by default those of the chip, and no limit on CPUs.
         objective: "time", or "memory" for the least memory.
         candidates: how many candidates to compile; 0 to trust the model.
+        on_interrupt: what Ctrl-C does during the search. "raise": KeyboardInterrupt, and nothing
+            has changed. "best": the search ends with the best so far: of the candidates that were
+            compiled, or by the model if none was; before there is one, it raises as well.
         report: called with a line of text about what is being done.
 
     Returns:
@@ -90,27 +95,37 @@ def auto_shard(
     devices.require_spmd("auto_shard")
     require_kind("mesh", mesh, Mesh, type(None), write="for instance mesh=Mesh(range(8), (8,))")
     most = require_int("candidates", candidates, least=0)
-    if objective not in OBJECTIVES:
-        raise AutoShardingError(
-            f"the objective is one of {', '.join(OBJECTIVES)}; got {objective!r}. "
-            "Write objective='time'."
-        )
+    for name, given, known in (
+        ("objective", objective, OBJECTIVES),
+        ("on_interrupt", on_interrupt, ON_INTERRUPT),
+    ):
+        if given not in known:
+            raise AutoShardingError(
+                f"{name} is one of {', '.join(known)}; got {given!r}. Write {name}={known[0]!r}."
+            )
     found = _topology(topology)
     arguments = pytree.tree_map_only(torch.Tensor, lambda x: x.to("xla"), example)
     step = _step_of(step_or_model, arguments)
 
     def search(recorded: RecordedStep) -> tuple[RecordedStep, Groups, list[Tried]]:
         groups = group(StepGraph.of(recorded.graph))
-        tried = decide(
-            groups,
-            found,
-            mesh=mesh or marked_mesh(groups),
-            memory=memory or found.hbm_bytes,
-            most=most,
-            objective=objective,
-            names=recorded.names,
-            report=report or (lambda text: None),
-        )
+        limit, progress = memory or found.hbm_bytes, Progress()
+        try:
+            tried = decide(
+                groups,
+                found,
+                mesh=mesh or marked_mesh(groups),
+                memory=limit,
+                most=most,
+                objective=objective,
+                names=recorded.names,
+                report=report or (lambda text: None),
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            tried = progress.best_first(memory=limit, objective=objective)
+            if on_interrupt != "best" or not tried:
+                raise
         return recorded, groups, tried
 
     recorded, groups, tried = record(step, search)

@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmd_core.auto.axis_names import axis_names
@@ -54,6 +54,35 @@ class Tried:
         return sharding_of(groups, self.candidate.solution, self.shardings.mesh, tensor)
 
 
+@dataclass
+class Progress:
+    """What a search has so far, for one that is interrupted.
+
+    Attributes:
+        made: the candidates, the best one by the model first.
+        tried: those that were compiled.
+    """
+
+    made: list[Tried] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+
+    def best_first(self, *, memory: int | None, objective: str) -> list[Tried]:
+        """As `decide` returns: the best that was compiled and fits, else the best by the model.
+
+        Args:
+            memory, objective: as for `decide`.
+
+        Returns:
+            The candidates, the best one first; nothing if there is none yet that may fit.
+        """
+        best = _best(self.tried, memory, objective)
+        compiled = {x.shardings for x in self.tried}
+        left = [x for x in self.made if x.shardings not in compiled]
+        if best is None:
+            return [*left, *self.tried] if left else []
+        return [best, *(x for x in self.tried if x is not best), *left]
+
+
 def decide(
     groups: Groups,
     topology: Topology,
@@ -64,6 +93,7 @@ def decide(
     objective: str,
     names: Mapping[Storage, str],
     report: Callable[[str], None] = lambda text: None,
+    progress: Progress | None = None,
 ) -> list[Tried]:
     """The candidates, the best one first; the others that were compiled, then the rest.
 
@@ -76,6 +106,7 @@ def decide(
         objective: "time" or "memory".
         names: the names of tensors, for errors.
         report: called with what is being done.
+        progress: gets what is found, as it is found.
 
     Raises:
         AutoShardingError: no program fits, or marks contradict each other.
@@ -84,7 +115,8 @@ def decide(
     inputs = inputs_of(groups, names)
     limit = None if memory is None else memory * _MARGIN
     too_small = 0.0  # a limit for which the model has no candidate
-    tried: list[Tried] = []
+    progress = progress or Progress()
+    tried = progress.tried
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
         made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
@@ -92,17 +124,13 @@ def decide(
         made = [x for x in made if x.shardings not in known]
         if objective == "memory" or number:  # where nothing has fitted, time does not matter
             made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
+        progress.made = made
         if made and not most:
             return made
         chosen = made[:most] if number else _diverse(made, most)
-        tried += _compiled(groups, chosen, topology, machine, names, report)
-        fitting = [
-            x
-            for x in tried
-            if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
-        ]
-        if fitting:
-            best = min(fitting, key=lambda x: _rank(x, objective))
+        _compile(groups, chosen, topology, machine, names, report, tried)
+        best = _best(tried, memory, objective)
+        if best is not None:
             others = sorted(
                 (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
             )
@@ -135,6 +163,16 @@ def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
     return Mesh(range(size), candidate.mesh_shape, axis_names(groups, candidate))
 
 
+def _best(tried: Sequence[Tried], memory: int | None, objective: str) -> Tried | None:
+    """The best of those that were compiled and fit; None if none does."""
+    fitting = [
+        x
+        for x in tried
+        if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
+    ]
+    return min(fitting, key=lambda x: _rank(x, objective), default=None)
+
+
 def _rank(one: Tried, objective: str) -> tuple[float, float]:
     assert one.program is not None and one.seconds is not None
     figures = (one.seconds, float(one.program.peak_bytes))
@@ -154,19 +192,19 @@ def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
     return chosen[:most]
 
 
-def _compiled(
+def _compile(
     groups: Groups,
     chosen: Sequence[Tried],
     topology: Topology,
     machine: Machine,
     names: Mapping[Storage, str],
     report: Callable[[str], None],
-) -> list[Tried]:
-    """The candidates with the figures of their programs."""
+    tried: list[Tried],
+) -> None:
+    """Adds the candidates with the figures of their programs to `tried`, one after another."""
     folder = Path(tempfile.mkdtemp(prefix="spmd-auto-"))
     run = abstract.Run(folder, lambda program, leaves: None, lambda: None)
     inside = nullcontext() if abstract.run() else abstract.planning(topology.devices, run)
-    found = []
     try:
         with inside:
             for i, one in enumerate(chosen, 1):
@@ -175,15 +213,14 @@ def _compiled(
                 try:
                     program = program_plan(graph, f"auto_{i}", topology, names=names)
                 except DeviceMemoryError as error:
-                    found.append(Tried(one.candidate, one.shardings, refusal=str(error)))
+                    tried.append(Tried(one.candidate, one.shardings, refusal=str(error)))
                     continue
                 seconds = program_seconds(program, machine, one.candidate.solution.work_s)
                 model = CostModel(groups, one.candidate.mesh_shape, machine)
                 bytes_sent = sent(model, one.candidate.solution.choices)
-                found.append(Tried(one.candidate, one.shardings, program, seconds, bytes_sent))
+                tried.append(Tried(one.candidate, one.shardings, program, seconds, bytes_sent))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:
