@@ -47,7 +47,7 @@ def test_damage_is_never_another_program(tmp_path, data):
         found = cache.get("key")
     if found is None:
         assert not path.exists() and len(caught) == 1
-        assert f"{path} is damaged: it is removed, and its prog" in str(caught[0].message)
+        assert f"{path} is damaged: it is removed, and made ag" in str(caught[0].message)
         assert cache.get("key") is None
         path.write_bytes(content)
         assert cache.get("key") is None  # without another word

@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.auto import module_paths
 from spmd_core.auto.costs import CostModel
-from spmd_core.auto.decide import Progress, Tried, decide
+from spmd_core.auto.decide import Progress, Tried
 from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.recorded_step import RecordedStep, record
+from spmd_core.auto.searches import searched
 from spmd_core.auto.sharding_plan import Row, ShardingPlan, mark_result
 from spmd_core.auto.step_graph import StepGraph
 from spmd_core.errors import AutoShardingError
@@ -111,7 +112,7 @@ def auto_shard(
         groups = group(StepGraph.of(recorded.graph))
         limit, progress = memory or found.hbm_bytes, Progress()
         try:
-            tried = decide(
+            tried = searched(
                 groups,
                 found,
                 mesh=mesh or marked_mesh(groups),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from spmd_core.auto.auto_shard import marked_mesh, plan_of
-from spmd_core.auto.decide import decide
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, positions
 from spmd_core.auto.recorded_step import RecordedStep
+from spmd_core.auto.searches import searched
 from spmd_core.auto.step_graph import StepGraph, updated
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
@@ -88,7 +88,7 @@ class Automatic:
         is_first = not isinstance(self.mesh, Mesh) or not self._known
         _log.info("searching shardings for %s", planned.name)
         names = tensor_names.names()
-        tried = decide(
+        tried = searched(
             groups,
             devices,
             mesh=marked_mesh(groups) or given,

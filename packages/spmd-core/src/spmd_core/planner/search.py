@@ -9,18 +9,17 @@ import importlib.util
 import itertools
 import json
 import logging
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from spmd_core import files
 from spmd_core.errors import PlanError
+from spmd_core.planner import sources
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +170,7 @@ def search(
     ]
     outcomes: list[Outcome] = []
     full: set[tuple[str, ...]] = set()
-    digest = _digest(request)
+    digest = sources.digest(_sources(request.command))
     for i, options in enumerate(combinations, 1):
         row = tuple(options[n] for n in names if n != _BATCH)
         if _BATCH in values and row in full:
@@ -263,27 +262,8 @@ def with_option(command: Sequence[str], name: str, value: str) -> tuple[str, ...
     return (*kept, f"--{name}", value)
 
 
-def _digest(request: Request) -> str:
-    """A hash of everything that a plan depends on beside the command.
-
-    That is the sources of this package and of the script, the versions of the compilers, and the
-    flags that they read from the environment.
-    """
-    digest = hashlib.sha256()
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        digest.update(f"{name} {os.environ.get(name, '')}".encode())
-    for name in ("torch", "jax", "jaxlib", "libtpu"):
-        try:
-            digest.update(f"{name} {metadata.version(name)}".encode())
-        except metadata.PackageNotFoundError:
-            digest.update(f"{name} none".encode())
-    for path in _sources(request.command):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _sources(command: Sequence[str]) -> Iterator[Path]:
-    yield from sorted(Path(__file__).parents[1].rglob("*.py"))
+    """The sources of the script."""
     script = Path(command[0])
     if command[0] == "-m" and len(command) > 1:
         found = importlib.util.find_spec(command[1].partition(".")[0])

@@ -93,7 +93,7 @@ def lines(key: Key) -> list[str]:
             inputs.append(part)
             continue
         if entry is not None:
-            found.append(f"{_entry(entry)} of {inputs}")
+            found.append(f"{entry_text(entry)} of {inputs}")
         entry, inputs = part, []
     found += [f"input {spec!r} {_placement(place, spec)}" for spec, place in key.leaves]
     found += [
@@ -124,7 +124,8 @@ def _described(
     return [*found, *(f"number {number!r}" for number in rest)]
 
 
-def _entry(entry: Entry) -> str:
+def entry_text(entry: Entry) -> str:
+    """An operation with its results and static arguments; equal in all processes."""
     text = f"{entry.name} -> {', '.join(map(repr, entry.outs))}"
     arguments = {
         name: _argument(value)
@@ -134,11 +135,11 @@ def _entry(entry: Entry) -> str:
     if arguments:
         text += f" with {arguments}"
     if entry.sharding is not None:
-        text += f" marked {_sharding(entry.sharding)} {entry.along} {entry.summed_over}"
+        text += f" marked {mark_text(entry.sharding)} {entry.along} {entry.summed_over}"
     if entry.border is not None:
-        text += f" {_sharding(entry.border.sharding)} {entry.border.is_exit}"
+        text += f" {mark_text(entry.border.sharding)} {entry.border.is_exit}"
     for subgraph in entry.subgraphs:
-        inner = "; ".join(f"{_entry(each)} of {[*inputs]}" for each, inputs in subgraph.nodes)
+        inner = "; ".join(f"{entry_text(each)} of {[*inputs]}" for each, inputs in subgraph.nodes)
         text += f" runs ({inner}; returns {[*subgraph.outputs]})"
     return text
 
@@ -154,13 +155,14 @@ def _argument(value: Any) -> Any:
 
 def _placement(place: Placement, spec: Spec) -> str:
     if place.sharding is not None and place.manual is None:
-        return _sharding(place.sharding)
+        return mark_text(place.sharding)
     if place.jax_sharding is None:
         return "on the host"
     ndim = len(spec.shape) + (place.manual is not None)
     return sharding_text(place.jax_sharding, ndim)
 
 
-def _sharding(sharding: Sharding) -> str:
+def mark_text(sharding: Sharding) -> str:
+    """A mark with its mesh; equal in all processes."""
     spec, mesh_shape = sharding.marked_spec, sharding.mesh.mesh_shape
     return f"{spec} over {mesh_shape} {sharding.text}{sharding.priority_text}"

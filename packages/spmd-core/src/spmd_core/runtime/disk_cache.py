@@ -91,7 +91,7 @@ class ProgramCache:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{path} is damaged: it is removed, and its program compiled again. "
+                f"{path} is damaged: it is removed, and made again. "
                 f"Further damaged entries are, too, without a warning. If it happens again, "
                 f"check the disk of {self._path}, or set SPMD_CACHE_DIR to another folder.",
                 stacklevel=2,
