@@ -37,8 +37,6 @@ NOT_WITH_MESH_AUTO = {
     "loss_parallel": "splits the logits over the axis tensor",
     "scan": "stacks the parameters of the blocks, for which nothing is searched",
     "init": "decides where weights are drawn: here on the host, as the draw comes before the mesh",
-    "weights": "reads each device's shards of a model, before the mesh is known",
-    "prompt": "generates by programs over a mesh that is known before",
 }
 
 

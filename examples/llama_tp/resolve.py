@@ -67,6 +67,8 @@ def model_of(config: TrainConfig, device: torch.device) -> LlamaForCausalLM:
     with device if draws_on_device(config) else torch.device("cpu"):
         if config.weights:
             model = LlamaForCausalLM(weights.model_config(config.weights)).train()
+            if config.finds_mesh:  # into the host's memory: no device has its shards yet
+                weights.load(model, config.weights)
         else:
             model = build_model(sizes(config), vocab_size=config.vocab, positions=config.seq)
     return model.to(device)
@@ -80,8 +82,8 @@ def draws_on_device(config: TrainConfig) -> bool:
     """
     is_large = sizes(config).num_params(config.vocab) > DRAWN_ON_HOST
     is_wanted = config.init == "device" or (config.init == "auto" and is_large)
-    is_wanted = is_wanted and not config.finds_mesh
-    return (bool(config.weights) or is_wanted) and config.device == "xla"
+    is_wanted = bool(config.weights) or is_wanted
+    return is_wanted and config.device == "xla" and not config.finds_mesh
 
 
 def work_of(config: TrainConfig, *, num_params: int, num_trained: int) -> Work:

@@ -34,7 +34,7 @@ from examples.llama_tp.model import next_token_loss
 from examples.training import resume
 from examples.training.command import device_of, exit_code
 from examples.training.evaluation import mean_loss
-from examples.training.journal import Journal
+from examples.training.journal import Journal, found_mesh
 from examples.training.layouts import layout_table
 from examples.training.log import Report
 from examples.training.one_program import one_program
@@ -78,7 +78,7 @@ def run(config: TrainConfig) -> Report:
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:
         shardings.parallelize(model, mesh, **resolve.plan_options(config))
-    if config.weights and first is None:
+    if config.weights and first is None and not config.finds_mesh:
         weights.load(stored, config.weights)  # each device's shards alone
     if resolve.draws_on_device(config):
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
@@ -126,6 +126,9 @@ def run(config: TrainConfig) -> Report:
                 eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)
                 journal.evaluated(loss=eval_loss)
         report = journal.finish()
+    if config.finds_mesh:
+        spmd.use_spmd()  # what follows is laid out as the steps were
+        mesh = found_mesh(model)
     results.write(config, model, adapted, text, mesh)
     return report
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from examples.resnet_spatial.config import SMOKE, TrainConfig, with_defaults
 from examples.resnet_spatial.presets import MESH_AXES
+from examples.training.choices import MESH_AUTO
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.mesh_sizes import check_axes, mesh_sizes
 
@@ -87,6 +88,13 @@ def sizes_of(mesh: str) -> dict[str, int]:
     Raises:
         KnobError: they are not, or an axis has another name.
     """
+    if mesh == MESH_AUTO:
+        raise KnobError(
+            "--meshes names meshes whose memory is compared; got auto, which finds the fastest "
+            "mesh for one batch. Name the axes, or let the planner search both: python -m "
+            "spmd_core.plan --topology NAME --search batch,mesh -- python -m "
+            "examples.resnet_spatial.train --batch 8."
+        )
     sizes = mesh_sizes(mesh)
     check_axes(mesh, sizes, MESH_AXES)
     known = {axis: size for axis, size in sizes.items() if size is not None}

@@ -27,6 +27,8 @@ from examples.gpt2.resolve import parsed_mesh
 from examples.gpt2.train import main, run
 from examples.training.knobs import KnobError
 from examples.training.schedule import lr_factor
+from spmd_core.auto import searches
+from spmd_core.runtime.disk_cache import ProgramCache
 
 ROOT = Path(__file__).parents[3]
 
@@ -252,6 +254,32 @@ def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     axes = ",".join(f"{axis}={size}" for axis, size in report.mesh.items())
     assert f"on {num_devices} xla device(s) mesh auto" in out
     assert out.count(f"mesh   auto: {axes}, found for the first step") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_a_run_that_resumes_on_a_mesh_that_is_found_searches_nothing(
+    cache_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide, calls = searches.decide, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return decide(*args, **options)
+
+    monkeypatch.setattr(searches, "decide", counted)
+    monkeypatch.setattr(searches, "_kept", {})
+    monkeypatch.setattr(searches, "_folder", lambda: ProgramCache(tmp_path / "cache"))
+    whole = run(smoke(cache_dir, device="xla", mesh="auto", steps=4, eval_batches=0))
+    assert len(calls) == 1
+    monkeypatch.setattr(searches, "_kept", {})  # as in another process
+    knobs = {"device": "xla", "mesh": "auto", "steps": 4, "eval_batches": 0}
+    knobs["checkpoint"] = str(tmp_path / "run")
+    saved = run(smoke(cache_dir, **knobs, save_every=2))
+    resumed = run(smoke(cache_dir, **knobs, resume="2"))
+    assert len(calls) == 1
+    assert saved.losses == whole.losses and resumed.losses == whole.losses[2:]
+    assert resumed.mesh == whole.mesh
 
 
 @pytest.mark.parametrize(

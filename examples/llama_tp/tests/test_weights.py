@@ -23,6 +23,7 @@ from examples.llama_tp.train import main, run
 from examples.training.knobs import KnobError
 from examples.training.resume import SaveError
 from examples.training.text import TextData, load_text
+from spmd_core.auto import registration
 
 SHORT = {"steps": 3, "eval_every": 0, "eval_batches": 0, "progress": False}
 
@@ -112,6 +113,20 @@ def test_training_goes_on_from_a_folder_on_any_mesh(
     assert again.lm_head.weight is again.model.embed_tokens.weight
     copied = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert copied == (downloaded / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("finding_a_mesh")
+def test_training_goes_on_from_a_folder_on_a_mesh_that_is_found(
+    downloaded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"prompt": "def main(", "new_tokens": 5}
+    expected = run(smoke(downloaded, device="cpu", **said))
+    right = capsys.readouterr().out
+    report = run(smoke(downloaded, mesh="auto", **said))
+    assert report.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert report.mesh and not registration.is_automatic()  # after the steps
+    assert capsys.readouterr().out.endswith(right[right.index("def main(") :])
 
 
 def test_the_folder_of_a_runs_checkpoints_is_a_model(

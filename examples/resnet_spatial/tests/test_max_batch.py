@@ -95,6 +95,7 @@ def test_the_files_of_a_search(
         (["--memory-gib", "0"], "--memory-gib must be above 0; got 0.0"),
         (["--data", "photos"], "the search needs no images; got --data 'photos'"),
         (["--meshes", "rows=2"], "mesh axes must be among data, height, width; got ['rows']"),
+        (["--meshes", "", "auto"], "got auto, which finds the fastest mesh for one batch. Name"),
         (["--mesh", "data=4"], "got --mesh 'data=4'. Pass --meshes data=4."),
     ],
 )
