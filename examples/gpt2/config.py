@@ -45,7 +45,6 @@ NOT_WITH_MESH_AUTO = {
     "mesh_devices": "gives a part of the devices to the mesh, and a mesh that is found has all",
     "scan": "stacks the parameters of the blocks, for which nothing is searched",
     "pack": "reads in each process the documents of its part of a mesh that is known before",
-    "init": "decides where weights are drawn: here on the host, as the draw comes before the mesh",
 }
 
 

@@ -30,13 +30,10 @@ def model_of(config: TrainConfig, device: torch.device) -> GPT2LMHeadModel:
 
 
 def draws_on_device(config: TrainConfig) -> bool:
-    """Whether the weights are drawn on the device: the host may lack memory for a large model.
-
-    With --mesh auto they come from the host: no device has its shards yet when they are drawn.
-    """
+    """Whether the weights are drawn on the device: the host may lack memory for a large model."""
     is_large = work_of(config).num_params > DRAWN_ON_HOST
     is_wanted = config.init == "device" or (config.init == "auto" and is_large)
-    return is_wanted and config.device == "xla" and not config.finds_mesh
+    return is_wanted and config.device == "xla"
 
 
 def work_of(config: TrainConfig) -> Work:

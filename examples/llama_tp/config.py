@@ -36,7 +36,6 @@ NOT_WITH_MESH_AUTO = {
     "sequence_parallel": "splits activations over the axis tensor",
     "loss_parallel": "splits the logits over the axis tensor",
     "scan": "stacks the parameters of the blocks, for which nothing is searched",
-    "init": "decides where weights are drawn: here on the host, as the draw comes before the mesh",
 }
 
 

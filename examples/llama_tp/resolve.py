@@ -78,12 +78,13 @@ def draws_on_device(config: TrainConfig) -> bool:
     """Whether the weights are drawn on the device: the host may lack memory for a large model.
 
     Weights that come from files are recorded there too: they are replaced before any is drawn.
-    With --mesh auto they come from the host: no device has its shards yet when they are drawn.
+    With --mesh auto these come from the host: no device has its shards yet when they are read.
     """
     is_large = sizes(config).num_params(config.vocab) > DRAWN_ON_HOST
     is_wanted = config.init == "device" or (config.init == "auto" and is_large)
-    is_wanted = bool(config.weights) or is_wanted
-    return is_wanted and config.device == "xla" and not config.finds_mesh
+    if config.weights:
+        is_wanted = not config.finds_mesh
+    return is_wanted and config.device == "xla"
 
 
 def work_of(config: TrainConfig, *, num_params: int, num_trained: int) -> Work:

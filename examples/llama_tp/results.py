@@ -12,6 +12,7 @@ from examples.llama_serving.programs import Programs, Prompt
 from examples.llama_tp import lora, weights
 from examples.llama_tp.config import TrainConfig
 from examples.training.evaluation import evaluating
+from examples.training.journal import found_mesh
 from examples.training.text import TextData
 
 
@@ -51,13 +52,16 @@ def write(
         model: what was trained, or what adapters were added to.
         adapted: what `lora.add` returned; None without adapters, which --export merges.
         text: has the tokenizer.
-        mesh: what the model is laid out over, if anything.
+        mesh: what the model is laid out over, if anything; not of --mesh auto, whose marks say it.
 
     Raises:
         SaveError: a file could not be written.
     """
     if spmd.debugging.is_planning():
         return
+    if config.finds_mesh:
+        spmd.use_spmd()  # what follows is laid out as the steps were
+        mesh = found_mesh(model)
     if config.prompt:
         print(continued(model, text, config.prompt, num_tokens=config.new_tokens, mesh=mesh))
     if config.adapters:

@@ -34,7 +34,7 @@ from examples.llama_tp.model import next_token_loss
 from examples.training import resume
 from examples.training.command import device_of, exit_code
 from examples.training.evaluation import mean_loss
-from examples.training.journal import Journal, found_mesh
+from examples.training.journal import Journal
 from examples.training.layouts import layout_table
 from examples.training.log import Report
 from examples.training.one_program import one_program
@@ -126,9 +126,6 @@ def run(config: TrainConfig) -> Report:
                 eval_loss = mean_loss(model, eval_batches, next_token_loss, autocast)
                 journal.evaluated(loss=eval_loss)
         report = journal.finish()
-    if config.finds_mesh:
-        spmd.use_spmd()  # what follows is laid out as the steps were
-        mesh = found_mesh(model)
     results.write(config, model, adapted, text, mesh)
     return report
 

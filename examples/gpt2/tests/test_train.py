@@ -258,6 +258,18 @@ def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("finding_a_mesh")
+def test_weights_that_are_drawn_on_the_device_have_one_seed_for_all_meshes(
+    cache_dir: str, num_devices: int
+) -> None:
+    knobs: dict[str, Any] = {"device": "xla", "init": "device", "steps": 3, "eval_batches": 0}
+    expected = run(smoke(cache_dir, mesh=f"fsdp={num_devices}", **knobs))
+    report = run(smoke(cache_dir, mesh="auto", **knobs))
+    assert report.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert report.compiles == expected.compiles + 1  # the draws, which the first step begins with
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("finding_a_mesh")
 def test_a_run_that_resumes_on_a_mesh_that_is_found_searches_nothing(
     cache_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +304,6 @@ def test_a_run_that_resumes_on_a_mesh_that_is_found_searches_nothing(
         ({"mesh_devices": 3}, "--mesh-devices 3 too, which gives a part of the devices"),
         ({"scan": True}, "--scan too, which stacks the parameters"),
         ({"pack": True}, "--pack too, which reads in each process"),
-        ({"init": "device"}, "--init device too, which decides where weights are drawn"),
     ],
 )
 def test_what_a_mesh_that_is_found_refuses(options: dict[str, Any], message: str) -> None:

@@ -9,11 +9,12 @@ from auto_steps import losses, pictures, training, words
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.auto import mode, registration
+from spmd_core.auto import mode, registration, searches
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
 from spmd_core.metrics import utilisation
 from spmd_core.planner.planned import values
+from spmd_core.program import execution
 
 CLOSE = {"rel": 2e-5}
 
@@ -145,6 +146,94 @@ def test_distribute_module_with_auto_policy():
     own = training(found)
     assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
     assert {p.sharding.mesh.size() for p in found.parameters()} == {count}
+
+
+@pytest.fixture
+def searches_of(monkeypatch):
+    """The steps that were searched."""
+    decide, calls = searches.decide, []
+
+    def counted(groups, *args, **options):
+        calls.append(groups.step)
+        return decide(groups, *args, **options)
+
+    monkeypatch.setattr(searches, "decide", counted)
+    return calls
+
+
+def drawn_on(device, *, freezes=False):
+    """A model that is drawn there, with a frozen layer or without."""
+    torch.manual_seed(3)
+    with torch.device(device):
+        model = nn.Sequential(
+            nn.Linear(32, 512), nn.LayerNorm(512), nn.Linear(512, 512), nn.Linear(512, 32)
+        )
+    for p in model[2].parameters():
+        p.requires_grad_(not freezes)
+    return model
+
+
+@pytest.mark.usefixtures("nothing_pending")
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_weights_are_drawn_once_their_shardings_are_known(
+    searches_of, freezes, captured, monkeypatch
+):
+    compute, drawn = execution.compute_apart, []
+
+    def noted(storages):
+        drawn.extend(storages)
+        compute(storages)
+
+    monkeypatch.setattr(execution, "compute_apart", noted)
+    inputs = torch.randn(4, 32), torch.arange(4) % 32
+    spmd.use_spmd()
+    reference = drawn_on("xla", freezes=freezes)
+    spmd.sync()
+    state = {name: x.cpu() for name, x in reference.state_dict().items()}
+    eager = drawn_on("cpu", freezes=freezes)
+    eager.load_state_dict(state)
+    expected = losses(training(eager, fused=True).step, inputs)
+
+    spmd.use_spmd(auto=True)
+    model = drawn_on("xla", freezes=freezes)
+    spmd.sync()
+    assert all(p._handle.value.data is None for p in model.parameters())  # not drawn yet
+    own = training(model, fused=True)
+    step = spmd.compile(own.step, capture=True) if captured else own.step
+    on_device = [x.to("xla") for x in inputs]
+    assert losses(step, on_device) == pytest.approx(expected, **CLOSE)
+    (searched,) = searches_of
+    assert len(searched.updated) >= sum(p.requires_grad for p in model.parameters())
+    assert all(p.sharding is not None for p in model.parameters())
+    found = {x.value.placement.sharding for x in drawn}
+    assert len(drawn) == len(state) and found == {p.sharding for p in model.parameters()}
+    is_split = any(not sharding.is_replicated for sharding in found)
+    assert is_split == (spmd.global_runtime_device_count() > 1)
+
+
+def test_a_weight_that_is_read_does_not_wait_and_the_others_do():
+    spmd.use_spmd(auto=True)
+    model = drawn_on("xla")
+    spmd.sync()
+    read = model[0].weight.detach().cpu()
+    pending = [name for name, p in model.named_parameters() if p._handle.value.data is None]
+    assert len(pending) == len([*model.parameters()]) - 1 and "0.weight" not in pending
+    spmd.use_spmd()
+    spmd.sync()
+    assert all(p._handle.value.data is not None for p in model.parameters())
+    assert torch.equal(model[0].weight.detach().cpu(), read)
+
+
+def test_a_search_that_fails_leaves_the_draws_pending(searches_of, monkeypatch):
+    registration.start((3, 5))
+    model = drawn_on("xla")
+    spmd.sync()
+    x = torch.ones(8, 32).to("xla")
+    with pytest.raises(AutoShardingError, match=r"devices; got one of shape \(3, 5\)"):
+        model(x).sum().item()
+    spmd.use_spmd(auto=True)
+    assert torch.isfinite(model(x).sum()).item() and len(searches_of) == 1
 
 
 def test_the_switch():

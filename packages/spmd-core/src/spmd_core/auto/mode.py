@@ -13,13 +13,16 @@ from spmd_core.auto.marked_graph import Shardings, marked, positions
 from spmd_core.auto.recorded_step import RecordedStep
 from spmd_core.auto.searches import searched
 from spmd_core.auto.step_graph import StepGraph, updated
+from spmd_core.auto.waiting_draws import WaitingDraws, as_inputs, draw
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.planner.planned import FoundShardings
 from spmd_core.planner.topology import Topology, present
-from spmd_core.program import automatic, leaves, tensor_names
-from spmd_core.program.planning import CutPlan
+from spmd_core.program import automatic, leaves, planning, tensor_names
+from spmd_core.program.cut_guard import this_thread
+from spmd_core.program.planning import CutPlan, collect
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
@@ -54,11 +57,12 @@ class Automatic:
         self.mesh, self.topology = mesh, topology
         self.found: list[FoundShardings] = [] if found is None else found
         self._known: dict[Hashable, Shardings | None] = {}
+        self._draws: WaitingDraws | None = WaitingDraws()  # until the first search
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
         """The plan that `plan()` makes, with the shardings of a search."""
         planned = plan()
-        if (abstract.run() is not None) != (self.topology is not None):
+        if not self._is_here():
             return planned
         if planned.stacked.rows or planned.stacked.results:
             return planned
@@ -74,6 +78,26 @@ class Automatic:
                 self._known.pop(next(iter(self._known)))
             self._known[_key(planned)] = found
         return planned if found is None else _with(planned, found)
+
+    def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
+        """See `automatic.Search`: draws before the first search wait for it."""
+        if self._draws is None or not self._is_here():
+            return live
+        guard = this_thread.cut_guard
+        if not any(entry_flops(node.entry) for node in collect(live)[0]):
+            return live if guard is not None else self._draws.keep_back(live, wanted)
+        draws = self._draws.pending()
+        if draws:
+            rest = [storage for storage in live if storage.value not in draws]
+            with as_inputs(draws):  # this plan is not run: the search marks the storages
+                planning.plan(rest, call=None if guard is None else guard.call())
+            draw(draws)
+        self._draws = None
+        return [storage for storage in live if storage.value.data is None]
+
+    def _is_here(self) -> bool:
+        """Whether programs are now those that this is about: of a plan, or those that run."""
+        return (abstract.run() is not None) == (self.topology is not None)
 
     def _search(self, planned: CutPlan) -> Shardings | None:
         """The shardings of a new program; None if it stays as it is."""

@@ -117,7 +117,7 @@ def _recording(calls: list[tuple[nn.Module, Value]]) -> Iterator[None]:
     def read_apart(wanted: Storage | None) -> None:
         if wanted is not None and not any(entry_flops(x.entry) for x in collect([wanted])[0]):
             with lock:
-                execution.compute_apart(wanted)
+                execution.compute_apart([wanted])
             return
         raise AutoShardingError(
             "a step to be sharded is recorded and not run, so it must not read what its products "

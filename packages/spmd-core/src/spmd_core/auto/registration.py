@@ -46,7 +46,8 @@ def use_spmd(*, auto: bool = False, mesh: Mesh | None = None) -> None:
     each new program with a matrix product or a convolution is searched as by `auto_shard` when it
     is about to be compiled. The first one chooses the mesh; its parameters and state are marked, so
     that `tensor.sharding` shows their shardings, and inputs of later steps are split as it has
-    chosen when they are uploaded. Marks of the user stay, and are constraints. A program with
+    chosen when they are uploaded. Weights that are drawn on the device wait for that, so that
+    each device draws its shards. Marks of the user stay, and are constraints. A program with
     `shard_map`, a pipeline or stacked layers runs as it is. In a function that `plan` runs, this is
     about the programs of that plan, which then has their shardings.
 

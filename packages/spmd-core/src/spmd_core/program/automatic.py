@@ -1,16 +1,36 @@
-"""Where automatic sharding, an upper folder, takes part in the plans of cuts."""
+"""Where automatic sharding, an upper folder, takes part in cuts and their plans."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage
 
 Plan = TypeVar("Plan")
-# While automatic sharding is on: calls the function given, which makes the plan of a cut
-# (`planning.CutPlan`), again after it has marked tensors.
+
+
+class Search(Protocol):
+    """Automatic sharding while it is on."""
+
+    def __call__(self, planned: Callable[[], Any], /) -> Any:
+        """The plan of a cut (`planning.CutPlan`).
+
+        Args:
+            planned: makes it, again after tensors were marked.
+        """
+
+    def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
+        """The storages that a cut computes now. Others wait, or were computed meanwhile.
+
+        Args:
+            live: all that are pending.
+            wanted: one that is about to be read; None for none.
+        """
+
+
 # Guarded by: the graph lock. Cleared by: `use_spmd()`.
-search: Callable[[Callable[[], Any]], Any] | None = None
+search: Search | None = None
 
 
 def searched(planned: Callable[[], Plan]) -> Plan:
@@ -19,6 +39,11 @@ def searched(planned: Callable[[], Plan]) -> Plan:
         return planned()
     made: Plan = search(planned)
     return made
+
+
+def ready(live: list[Storage], wanted: Storage | None) -> list[Storage]:
+    """The storages of a cut that it computes; all without automatic sharding."""
+    return live if search is None or not live else search.ready(live, wanted)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from spmd_core.graph.stacks import StackStorage
 from spmd_core.graph.storage import Storage, take_pending
 from spmd_core.graph.values import Value
 from spmd_core.program import (
+    automatic,
     compile_cache,
     fingerprint,
     growing_sizes,
@@ -88,9 +89,11 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         try:
             if live and this_thread.cut_guard is not None:
                 this_thread.cut_guard.before_cut()
+            now = automatic.ready(live, wanted)
         except BaseException:
             _request(live)
             raise
+        live = now
         if live:
             _count_cut()
             try:
@@ -111,15 +114,17 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         index_checks.raise_if_found()
 
 
-def compute_apart(storage: Storage) -> None:
-    """Computes one pending storage by a program of its own; all others stay pending.
+def compute_apart(storages: list[Storage]) -> None:
+    """Computes pending storages by programs of their own; all others stay pending.
 
     Call it under the graph lock. Does not wait.
 
     Raises:
-        DeviceMemoryError, ProgramError: the program could not be compiled or run.
+        DeviceMemoryError, ProgramError: a program could not be compiled or run.
     """
-    _execute([storage], donates=False, grows=False)
+    for storage in alike_draws(storages):
+        _execute([storage], donates=False, grows=False)
+    _execute(_missing(storages), donates=False, grows=False)
 
 
 def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
