@@ -161,7 +161,7 @@ FAULTS = (
     Fault(
         "spmd_core/checkpoint/staging.py",
         "the next step takes over the buffers that a checkpoint is written from",
-        'memory.copy(host) if devices.platform() == "cpu" else np.ascontiguousarray(host)',
+        "memory.copy(host) if is_cpu else np.ascontiguousarray(host)",
         "np.ascontiguousarray(host)",
     ),
     Fault(
@@ -183,7 +183,7 @@ FAULTS = (
         "            pass",
     ),
     Fault(
-        "spmd_core/checkpoint/remote_writer.py",
+        "spmd_core/checkpoint/writer.py",
         "a run that lost its folder to another goes on writing there",
         "            self._lock.check()",
         "            pass",

@@ -37,7 +37,7 @@ def test_steps_and_arrays(folder, capsys, mesh_1d):
 def test_verify_reads_every_chunk(folder, capsys):
     assert command.main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.count("3 arrays: as written") == 2
-    files = (folder / "20" / "arrays" / "ocdbt.process_0" / "d").iterdir()
+    files = (folder / "20" / "arrays" / "d").iterdir()
     largest = max(files, key=lambda file: file.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 255

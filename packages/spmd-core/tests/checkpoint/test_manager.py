@@ -17,7 +17,8 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core import counters
-from spmd_core.checkpoint import CheckpointManager, load_checkpoint, lock, manager, store
+from spmd_core.checkpoint import CheckpointManager, database, load_checkpoint, lock, store, writer
+from spmd_core.checkpoint import manager as managing
 from spmd_core.errors import CheckpointError
 
 
@@ -60,13 +61,13 @@ def test_restored_anywhere_to_the_last_bit(tmp_path, trained, mesh_1d, mesh_2d):
 def test_what_trains_on_does_not_change_what_is_saved(tmp_path, trained, monkeypatch):
     before = trained.values()
     going_on = threading.Event()
-    write = store._write_array
+    write = database.write
 
-    async def late(*arguments):
+    def late(*arguments):
         going_on.wait()
-        return await write(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(store, "_write_array", late)
+    monkeypatch.setattr(database, "write", late)
     with CheckpointManager(tmp_path) as saving:
         saving.save(3, trained.state())
         assert saving.latest() is None
@@ -281,14 +282,14 @@ def test_latest_asks_the_disk(tmp_path):
 
 
 def test_a_save_that_fails_is_told_by_the_next_call(tmp_path, monkeypatch, capfd):
-    async def full(*arguments):
+    def full(*arguments):
         raise OSError(28, "No space left on device")
 
     with CheckpointManager(tmp_path) as saving:
         saving.save(1, {"t": torch.ones(1)})
         saving.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_write_array", full)
+            patch.setattr(database, "write", full)
             saving.save(2, {"t": torch.zeros(1)})
             told = r"step 2 could not be written .*No space left.*Earlier steps are as they were: 1"
             with pytest.raises(CheckpointError, match=told):
@@ -311,14 +312,14 @@ def test_a_folder_that_becomes_read_only(tmp_path, monkeypatch):
         saving.save(1, {"t": t})
         saving.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(saving._writer._checkpointer, "save", refused)
+            patch.setattr(database, "write", refused)
             told = r"step 2 could not be written to .*Read-only.*as they were: 1\. .*another folder"
             saving.save(2, {"t": t})
             with pytest.raises(CheckpointError, match=told):
                 saving.wait()
             patch.undo()
             # Behind the program, where what was begun cannot be removed either.
-            patch.setattr(store.Writer, "write", refused)
+            patch.setattr(writer.Writer, "write", refused)
             patch.setattr(lock, "remove_leftovers", refused)
             saving.save(3, {"t": t})
             with pytest.raises(CheckpointError, match=r"step 3 could not be written .*Read-only"):
@@ -371,7 +372,7 @@ def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d)
         _corrupt(tmp_path / "3")
         with pytest.raises(CheckpointError, match=r"step 3 in .* cannot be read: .*[Dd]igest mism"):
             saving.restore({"t": t})
-        os.remove(max(glob.glob(f"{tmp_path}/2/arrays/ocdbt.process_0/d/*"), key=os.path.getsize))
+        os.remove(max(glob.glob(f"{tmp_path}/2/arrays/d/*"), key=os.path.getsize))
         with pytest.raises(
             CheckpointError, match=r"step 2 in .* cannot be read: .*Restore the step before.*step=1"
         ):
@@ -389,7 +390,7 @@ def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d)
 
 def _corrupt(step):
     """Changes bytes in the middle of the largest file of a step's arrays."""
-    largest = max(glob.glob(f"{step}/arrays/ocdbt.process_0/d/*"), key=os.path.getsize)
+    largest = max(glob.glob(f"{step}/arrays/d/*"), key=os.path.getsize)
     with open(largest, "r+b") as file:
         file.seek(os.path.getsize(largest) // 2)
         file.write(b"\0\1\2\3")
@@ -506,7 +507,7 @@ def test_arguments_that_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="'random' is the name of the state"):
             saving.save(0, {"random": 1})
         with pytest.raises(CheckpointError, match="metrics holds plain values; got a tensor"):
-            manager._no_tensor("metrics", None)
+            managing._no_tensor("metrics", None)
         assert saving.all_steps() == []
 
 

@@ -75,21 +75,21 @@ spmd.simulate(4)
 spmd.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
 spmd.use_spmd()
 import torch
-from spmd_core.checkpoint import CheckpointManager, store
+from spmd_core.checkpoint import CheckpointManager, database
 from spmd_core.errors import CheckpointError
 mesh = spmd.Mesh(range(8), (8,), ("x",))
 t = spmd.mark_sharding(torch.arange(16.0).to("xla"), mesh, ("x",))
 manager = CheckpointManager(folder)
 manager.save(1, {"t": t})
 manager.wait()
-write = store._write_array
+write = database.write
 
-async def full(*arguments):
+def full(*arguments):
     raise OSError(28, "No space left on device")
 
 for step, failing in ((2, 1), (3, 0)):
     if rank == failing:
-        store._write_array = full
+        database.write = full
     start = time.monotonic()
     manager.save(step, {"t": t})
     store_error = None
@@ -97,7 +97,7 @@ for step, failing in ((2, 1), (3, 0)):
         manager.wait()
     except CheckpointError as error:
         store_error = str(error)
-    store._write_array = write
+    database.write = write
     assert f"step {step} could not be written" in store_error, store_error
     assert "Earlier steps are as they were: 1. " in store_error, store_error
     assert "No space left on device" in store_error, store_error

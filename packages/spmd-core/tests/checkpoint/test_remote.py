@@ -99,7 +99,7 @@ def test_what_is_damaged_there(place):
         (place / "2" / "state" / "metadata").unlink()
         with pytest.raises(CheckpointError, match=r"metadata: there is no memory://"):
             saving.restore({"t": t})
-        files = [*(place / "1" / "arrays" / "ocdbt.process_0" / "d").iterdir()]
+        files = [*(place / "1" / "arrays" / "d").iterdir()]
         for file in files:
             file.unlink()
         with pytest.raises(CheckpointError, match=r"step 1 in .* cannot be read: "):

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: checkpoints of sharded state on disk, by Orbax. An extra: `[checkpoint]`.
+"""`CheckpointManager`: checkpoints of sharded state on disk. An extra: `[checkpoint]`.
 
 From a state to the disk and back, and the file of each step:
 
@@ -9,15 +9,17 @@ From a state to the disk and back, and the file of each step:
       └─► arrays       name -> a tensor, or a row of a stacked one
             │  blocks.py    each distinct block has one owner among the devices that hold it
             │  staging.py   this process's blocks, copied to host memory; `save` returns
-            │  store.py     behind the program: zarr 3 in OCDBT, one database for each process, by
-            │               Orbax's AsyncCheckpointer; merged, and renamed to its step, last
+            │  database.py  behind the program: zarr 3 in OCDBT by tensorstore, one database for
+            │               each process
+            │  writer.py    these merged, and Orbax's files beside; the step renamed, last
             │  meetings.py  several processes: all go on, or all learn that one has failed
             ▼  retention.py then: which steps go
     folder/<step>/{arrays,state}       lock.py: one run at a time writes here
             │  parts.py     a state beside the saved one: what goes where, all that does not fit
+            │  store.py     reads blocks, each chunk once, and compares its checksum
             ▼  restoring.py each device's block by itself, into any sharding; then load_state_dict
 
-    remote.py, remote_writer.py: a folder in a store of objects, without Orbax
+    remote.py: a folder in a store of objects
     convert.py: a step as a safetensors or a torch file, and the other way round
 
 Buffers: the next step takes over those that are being saved, so they are copied, not protected.

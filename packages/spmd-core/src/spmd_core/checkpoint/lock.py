@@ -16,8 +16,8 @@ from spmd_core.checkpoint.remote import Folder, RemotePath
 from spmd_core.errors import CheckpointError
 
 LOCK_FILE = ".lock"
-# What Orbax adds to the name of a step that is being written, and what is added here to the name of
-# one that is being removed.
+# What is added to the name of a step that is being written, as Orbax does; and to the name of one
+# that is being removed.
 UNFINISHED, REMOVED = ".orbax-checkpoint-tmp", ".removed"
 
 

@@ -1,12 +1,15 @@
 """`CheckpointManager`: a folder of checkpoints, one for each step that was saved."""
 
+import atexit
 import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,10 +25,10 @@ from spmd_core.checkpoint.entries import packed
 from spmd_core.checkpoint.loading import FORMAT, Restored
 from spmd_core.checkpoint.lock import FolderLock
 from spmd_core.checkpoint.remote import RemoteLock, RemotePath, folder_at
-from spmd_core.checkpoint.remote_writer import RemoteWriter
 from spmd_core.checkpoint.retention import Retention, Written
 from spmd_core.checkpoint.staging import Memory, Staged, staged
-from spmd_core.checkpoint.store import Reader, Writer
+from spmd_core.checkpoint.store import Reader
+from spmd_core.checkpoint.writer import RemoteWriter, Writer
 from spmd_core.errors import CheckpointError
 from spmd_core.runtime import processes, watch
 from spmd_core.steps.structures import raise_together
@@ -33,34 +36,12 @@ from spmd_core.steps.structures import raise_together
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
+@dataclass(frozen=True)
 class _Saving:
-    """A save in flight.
+    """A save in flight: its step, and what is written behind the program."""
 
-    Attributes:
-        step: the step.
-
-    Args:
-        write: called in a thread of its own.
-    """
-
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
-        self.step = step
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(write,), name=f"checkpoint of step {step}"
-        )
-        self._thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # for the thread that waits
-            self._error = error
-
-    def result(self) -> BaseException | None:
-        """Waits for the end; what failed."""
-        self._thread.join()
-        return self._error
+    step: int
+    written: Future[None]
 
 
 class CheckpointManager:
@@ -140,6 +121,8 @@ class CheckpointManager:
         self._identity = None if identity is None else _as_json("identity", dict(identity))
         self._memory = Memory()
         self._saving: _Saving | None = None
+        # One thread for all saves: to start one keeps a step waiting.
+        self._behind = ThreadPoolExecutor(1, "checkpoint")
         # By step: what `Retention` asks of those that are whole. Of one thread: that of the save.
         self._known: dict[int, Written] = {}
         self._lock: FolderLock | RemoteLock | None = None
@@ -162,7 +145,7 @@ class CheckpointManager:
         except BaseException:
             self._release()
             raise
-        self._writer: Writer | RemoteWriter
+        self._writer: Writer
         if isinstance(self._folder, RemotePath):
             assert not isinstance(self._lock, FolderLock)
             self._writer = RemoteWriter(self._folder, self._lock)
@@ -244,17 +227,17 @@ class CheckpointManager:
             )
         with progress.shown(f"copying step {step} from the devices"):
             copies = staged(arrays.entries, self._memory)
-        written = Written(step, time.time(), values)
         about = {
             "format": FORMAT,
             "step": step,
-            "time_s": written.time_s,
+            "time_s": time.time(),
             "metrics": plain.encode("metrics", values, _no_tensor),
             "processes": processes.process_count(),
             "parts": saved,
             "random": random,
         }
-        self._saving = _Saving(step, lambda: self._write(step, about, copies))
+        written = self._behind.submit(self._write, step, about, copies)
+        self._saving = _Saving(step, written)
         if not self._async:
             self.wait()
 
@@ -274,7 +257,7 @@ class CheckpointManager:
         if saving is None:
             return
         with progress.shown(f"writing step {saving.step} to {self._folder}"):
-            error = saving.result()
+            error = saving.written.exception()
         self._memory.reuse()
         failed = None
         if error is not None:
@@ -299,12 +282,10 @@ class CheckpointManager:
         )
 
     def _write(self, step: int, about: Mapping[str, Any], copies: Mapping[str, Staged]) -> None:
-        """In a thread of its own: writes a step; when it is whole, others go."""
+        """Behind the program: writes a step; when it is whole, others go."""
         self._writer.write(step, about, copies)
         if not processes.is_master():
             return
-        if isinstance(self._folder, Path):
-            files.sync_folder(self._folder)
         there = [self._written(step) for step in self.all_steps()]
         for step in self._retention.removed(there, time.time()):
             lock.remove_step(self._folder / str(step))
@@ -444,7 +425,7 @@ class CheckpointManager:
         try:
             self._wait(together=together)
         finally:
-            self._writer.close()
+            self._behind.shutdown()
             self._release()
 
     def _release(self) -> None:
@@ -480,11 +461,7 @@ def _as_json(path: str, value: dict[str, Any]) -> Any:
 
 
 def _close_before_the_end(manager: CheckpointManager) -> None:
-    """Has a program that ends without `close` write its last step.
-
-    `atexit` comes too late: when it calls, no thread can start another, which Orbax does. Python
-    has no public hook before that: concurrent.futures uses this one, too.
-    """
+    """Has a program that ends without `close` write its last step, and give the folder up."""
     known = weakref.ref(manager)
 
     def close() -> None:
@@ -492,4 +469,4 @@ def _close_before_the_end(manager: CheckpointManager) -> None:
         if found is not None:
             found._close(together=False)
 
-    threading._register_atexit(close)  # type: ignore[attr-defined]
+    atexit.register(close)

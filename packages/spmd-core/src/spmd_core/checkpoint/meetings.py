@@ -1,6 +1,6 @@
 """Where the processes that write a step meet: all go on, or all learn that one has failed.
 
-Orbax's own barriers know nothing of failures: those who wait for a process that gave up would wait
+A barrier alone knows nothing of failures: those who wait for a process that gave up would wait
 until a deadline of many minutes.
 """
 
@@ -34,7 +34,7 @@ class Meetings:
         self._num_meetings = 0
 
     def meet(self, key: str, timeout_ms: int) -> None:
-        """Waits for all processes. For Orbax, which names the meeting by a key.
+        """Waits for all processes, at a meeting that a text names.
 
         Raises:
             CheckpointError: one of them has failed.

@@ -16,10 +16,10 @@ from typing import Any
 from spmd_core.errors import CheckpointError
 
 NEEDED = (
-    "checkpoints are written with the packages orbax-checkpoint and tensorstore; got {}. "
+    "checkpoints are written with the package tensorstore; got {}. "
     "Run: pip install 'spmd-core[checkpoint]'"
 )
-"""The error's text, without its cause, where one of the packages is missing."""
+"""The error's text, without its cause, where the package is missing."""
 
 try:
     import tensorstore as ts
@@ -28,7 +28,7 @@ except ImportError as missing:
 
 SCHEMES = ("gs://", "s3://", "memory://")
 WHOLE = "_CHECKPOINT_METADATA"
-"""What a whole step has: Orbax writes it last, and so does `RemoteWriter`."""
+"""What a whole step has, by Orbax's name. It is written last."""
 
 CONTEXT = ts.Context()
 """Has what memory:// holds."""
@@ -102,6 +102,11 @@ class RemotePath:
 
 
 Folder = Path | RemotePath
+
+
+def url(folder: Folder) -> str:
+    """The address of a folder, for tensorstore."""
+    return folder.url if isinstance(folder, RemotePath) else f"file://{folder.as_posix()}"
 
 
 def folder_at(folder: str | os.PathLike[str]) -> Folder:

@@ -6,6 +6,7 @@ parameters and moments on the devices.) On a CPU, the copies lie in memory that 
 again; elsewhere, in what jax allocates for a transfer.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -122,14 +123,32 @@ def _source(entry: Entry) -> _Source | torch.Tensor:
     return _Source(execution.place(handle), entry.row)
 
 
-def _from_devices(name: str, source: _Source, shape: tuple[int, ...], memory: Memory) -> Staged:
-    array, row = source.array, source.row
-    dtype = np.dtype(array.dtype)
-    block = array.sharding.shard_shape(array.shape)
-    chunks = blocks.chunk_shape(block if row is None else block[1:], shape, dtype.itemsize)
-    shards = {shard.device: shard for shard in array.addressable_shards}
-    mine = []
-    for own in blocks.owned(name, array.shape, array.sharding):
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    name: str,
+    shape: tuple[int, ...],
+    stored_shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    row: int | None,
+    itemsize: int,
+) -> tuple[tuple[int, ...], list[tuple[jax.Device, int, blocks.Bounds]]]:
+    """What this process writes of an array, which is the same in each save of a run.
+
+    Args:
+        name: of the array.
+        shape: of what is saved, without padding.
+        stored_shape: of the array on the devices.
+        sharding: of that.
+        row: which of its rows is saved; None: all of it.
+        itemsize: bytes of an element.
+
+    Returns:
+        The shape of chunks; and for each block its device, the row there, and its bounds.
+    """
+    block = sharding.shard_shape(stored_shape)
+    chunks = blocks.chunk_shape(block if row is None else block[1:], shape, itemsize)
+    found = []
+    for own in blocks.owned(name, stored_shape, sharding):
         bounds, first = own.bounds, 0
         if row is not None:
             (start, stop), *rest = bounds
@@ -139,17 +158,28 @@ def _from_devices(name: str, source: _Source, shape: tuple[int, ...], memory: Me
         inside = blocks.clipped(bounds, shape)
         if 0 not in shape and any(a == b for a, b in inside):
             continue  # padding alone
-        mine.append((shards[own.device].data, first, inside))
-    for data, *_ in mine:
-        data.copy_to_host_async()
+        found.append((own.device, first, inside))
+    return chunks, found
+
+
+def _from_devices(name: str, source: _Source, shape: tuple[int, ...], memory: Memory) -> Staged:
+    array, row = source.array, source.row
+    dtype = np.dtype(array.dtype)
+    chunks, planned = _planned(name, shape, array.shape, array.sharding, row, dtype.itemsize)
+    shards = {shard.device: shard for shard in array.addressable_shards}
+    mine = [(shards[device].data, first, inside) for device, first, inside in planned]
+    # On the CPU, numpy's array is the device's memory.
+    is_cpu = devices.platform() == "cpu"
+    if not is_cpu:
+        for data, *_ in mine:
+            data.copy_to_host_async()
     copies = []
     for data, first, inside in mine:
         host = np.asarray(data)
         if row is not None:
             host = host[first]
         host = host[tuple(slice(b - a) for a, b in inside)]
-        # On the CPU, numpy's array is the device's memory.
-        host = memory.copy(host) if devices.platform() == "cpu" else np.ascontiguousarray(host)
+        host = memory.copy(host) if is_cpu else np.ascontiguousarray(host)
         copies.append((tuple(slice(a, b) for a, b in inside), host))
     return Staged(shape, dtype, chunks, copies)
 
