@@ -16,7 +16,7 @@ from benchmarks.opinfo.summary import summary
 ENTRIES = {op.formatted_name: op for op in samples.entries()}
 # Every third entry, and every thirtieth for all tiers but the last.
 NAMES = [
-    name if number % 90 == 0 else exhaustive(name, id=name)
+    name if number % 270 == 0 else exhaustive(name, id=name)
     for number, name in enumerate(ENTRIES)
     if number % 3 == 0
 ]

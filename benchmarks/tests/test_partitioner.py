@@ -39,10 +39,10 @@ ONCE_WRONG = [
 ]
 # The same for chains: mesh and number.
 CHAINS_ONCE_WRONG = [(0, 46), (6, 46), (7, 61), (1, 1031), (5, 1257), (0, 20065), (2, 20101)]
-# Every 40th entry on one mesh after the other, and every fourth for the last tier.
+# Every 240th entry on one mesh after the other, and every fourth for the last tier.
 SPREAD = [
     (name, number // 4 % len(MESHES), 1)
-    if number % 80 == 0
+    if number % 240 == 0
     else exhaustive(name, number // 4 % len(MESHES), 1, id=f"{name}-{number // 4 % len(MESHES)}-1")
     for number, name in enumerate(ENTRIES)
     if number % 4 == 0

@@ -256,7 +256,7 @@ def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     assert out.count(f"mesh   auto: {axes}, found for the first step") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_searches.py takes what was found from the disk in a new process
 @pytest.mark.usefixtures("finding_a_mesh")
 def test_weights_that_are_drawn_on_the_device_have_one_seed_for_all_meshes(
     cache_dir: str, num_devices: int

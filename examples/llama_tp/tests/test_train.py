@@ -56,7 +56,7 @@ def test_one_device_has_the_losses_of_eager_torch(
     assert report.losses[-1] < report.losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_weights.py compares a run on a mesh that is found, too
 @pytest.mark.usefixtures("finding_a_mesh")
 def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     cache_dir: str,

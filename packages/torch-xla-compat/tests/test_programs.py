@@ -305,10 +305,10 @@ def train_linear(arguments):
     "arguments",
     [
         [],
-        ["--sharding", "batch"],
-        ["--sharding", "fsdp"],
+        exhaustive(["--sharding", "batch"]),
+        exhaustive(["--sharding", "fsdp"]),
         ["--sharding", "batch", "fsdp", "--use_gradient_checkpointing"],
-        ["--sharding", "megatron-lm"],
+        exhaustive(["--sharding", "megatron-lm"]),
         ["--sharding", "batch", "fsdp", "megatron-lm"],
     ],
     ids=" ".join,

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from auto_steps import losses, pictures, training, words
+from tiers import exhaustive
 from torch import nn
 
 import spmd_core as spmd
@@ -52,7 +53,7 @@ def test_words_on_any_mesh(sizes, vocabulary, batch):
     compared(*words(vocabulary=vocabulary, batch=batch), mesh=mesh_of(*sizes), fused=True)
 
 
-@pytest.mark.parametrize("batch", [8, 5])
+@pytest.mark.parametrize("batch", [exhaustive(8), 5])
 def test_pictures(batch):
     compared(*pictures(batch), SGD, momentum=0.9, mesh=mesh_of(2, 0))
 
@@ -104,7 +105,7 @@ def test_nothing_fits():
     assert all(p.sharding is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("sizes", [(0,), (2, 0)])
+@pytest.mark.parametrize("sizes", [(0,), exhaustive((2, 0))])
 def test_marks_of_the_user_stay(sizes):
     mesh = mesh_of(*sizes)
     last = len(sizes) - 1
@@ -138,6 +139,7 @@ def test_a_model_alone():
     assert plan.inputs and frozen.weight.sharding is not None
 
 
+@pytest.mark.exhaustive  # the tables of two searches are compared in test_searches.py
 def test_a_plan_is_the_same_again():
     texts = set()
     for _ in range(2):
@@ -190,7 +192,7 @@ def test_an_interrupted_search_changes_nothing():
 
 
 @pytest.mark.usefixtures("interrupts")
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [exhaustive(1), 2])
 def test_an_interrupted_search_gives_the_best_so_far(number):
     model, batch = words()
     plan, _ = compared(

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from auto_steps import losses, pictures, training, words
+from tiers import exhaustive
 from torch import nn
 
 import spmd_core as spmd
@@ -31,7 +32,7 @@ def num_steps():
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, exhaustive(True)])
 def test_a_loop_runs_one_program_with_shardings_that_are_found(fused):
     model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
     expected = losses(training(copy.deepcopy(model), fused=fused).step, batch)
@@ -78,6 +79,7 @@ def test_a_given_mesh_and_marks():
     assert {p.sharding.mesh for p in model.parameters()} == {mesh}
 
 
+@pytest.mark.exhaustive  # test_auto_shard.py has them, with an explicit search
 def test_convolutions():
     model, batch = pictures()
     expected = losses(training(copy.deepcopy(model), torch.optim.SGD, momentum=0.9).step, batch)
@@ -86,6 +88,7 @@ def test_convolutions():
     assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
 
 
+@pytest.mark.exhaustive  # the next one captures a step, too
 def test_a_captured_step():
     model, batch = words()
     expected = losses(training(copy.deepcopy(model), fused=True).step, batch)
@@ -294,6 +297,7 @@ def test_plans():
     assert not spmd.plan(train, topology=f"cpu-{count}").shardings
 
 
+@pytest.mark.exhaustive  # test_plans, and the recipes' test_plans.py, plan what is found
 def test_a_planned_script_turns_it_on_and_off():
     count = spmd.global_runtime_device_count()
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from auto_steps import training, words
+from tiers import crossed
 from torch import nn
 
 import spmd_core as spmd
@@ -47,8 +48,7 @@ class Counting(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "steps_before"), crossed([False, True], [0, 2]))
 def test_everything_is_as_before(steps_before, fused):
     own = training(Counting().to("xla"), torch.optim.AdamW, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(own.optimizer, 1, gamma=0.5)

@@ -60,7 +60,7 @@ LAYOUTS = [
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize(("name", "layout"), crossed([*OPTIONS], LAYOUTS, rounds=2))
+@pytest.mark.parametrize(("name", "layout"), crossed([*OPTIONS], LAYOUTS))
 def test_values_and_gradients_are_those_of_the_whole(mesh_2d, name, layout):
     options, (rows, num_chunks, marks) = OPTIONS[name], layout
     x, weight, bias, target = operands(rows, classes=24)

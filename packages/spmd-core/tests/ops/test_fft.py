@@ -40,8 +40,7 @@ def test_real_to_complex(dtype: torch.dtype, normalization: int, onesided: bool)
     check("aten._fft_r2c.default", values(dtype, 1), [0], normalization, onesided)
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("dtype", COMPLEX)
+@pytest.mark.parametrize(("dtype", "normalization"), crossed(COMPLEX, NORMALIZATIONS))
 def test_complex_to_real(dtype: torch.dtype, normalization: int) -> None:
     x = values(dtype, 3, 4, 5, 6)
     for dims, sizes in (

@@ -84,8 +84,10 @@ def test_count_nonzero(dtype: torch.dtype) -> None:
 # ---- logic ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["any", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    crossed([torch.float32, torch.int64, torch.bool, torch.uint8], ["any", "all"]),
+)
 def test_any_and_all(op: str, dtype: torch.dtype) -> None:
     x = values(torch.bool).to(dtype)
     check(f"aten.{op}.default", x)

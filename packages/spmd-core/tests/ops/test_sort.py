@@ -148,9 +148,10 @@ def test_mode(dtype: torch.dtype) -> None:
     check("aten.mode.default", x[0, 0])
 
 
-@pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
+    ("dtype", "right"),
+    crossed([torch.float32, torch.float64, torch.bfloat16, torch.int64], [False, True]),
+    ids=str,
 )
 def test_binary_search(dtype: torch.dtype, right: bool) -> None:
     sequence, x = (

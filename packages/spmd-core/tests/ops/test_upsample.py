@@ -44,8 +44,9 @@ def check_both(op: str, x: torch.Tensor, sizes: list[int], *options: Any) -> Non
     )
 
 
-@pytest.mark.parametrize("num_dims", [1, 2, 3])
-@pytest.mark.parametrize("op", ["upsample_nearest", "_upsample_nearest_exact"])
+@pytest.mark.parametrize(
+    ("op", "num_dims"), crossed(["upsample_nearest", "_upsample_nearest_exact"], [1, 2, 3])
+)
 def test_nearest(op: str, num_dims: int) -> None:
     for dtype, factor in CASES if num_dims == 2 else CASES[:2]:
         sizes = [int(n * factor) for n in SIZES[num_dims]]

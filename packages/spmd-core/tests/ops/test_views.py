@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check
 from spmd_core import dtypes
@@ -243,8 +244,11 @@ def test_the_same_bits_as_another_dtype(before: torch.dtype, after: torch.dtype)
     check_write("aten.view.dtype", base, after)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=label)
-@pytest.mark.parametrize("size", [(2, 3), (), (0, 2)], ids=label)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    crossed([(2, 3), (), (0, 2)], [torch.complex64, torch.complex128]),
+    ids=label,
+)
 def test_complex_numbers_and_pairs(size: tuple[int, ...], dtype: torch.dtype) -> None:
     pairs = torch.view_as_real(values(size, dtype))
     for name, base in (

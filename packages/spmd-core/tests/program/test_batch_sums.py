@@ -133,8 +133,7 @@ def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
         assert "all-to-all(" not in text
 
 
-@pytest.mark.parametrize("make", [Tied, nn.Embedding])
-@pytest.mark.parametrize("rows", [3, 13, 90])
+@pytest.mark.parametrize(("rows", "make"), crossed([3, 13, 90], [Tied, nn.Embedding]))
 def test_rows_that_another_axis_splits_unevenly(rows, make, num_devices):
     """The batch's axis splits the columns: the parts of the rows have a padding, which is cut."""
     if num_devices < 4:

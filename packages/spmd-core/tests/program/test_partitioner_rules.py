@@ -89,9 +89,7 @@ BORDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "size"), crossed([*BORDERS], [2, 3, 5, 8], [8, 13], rounds=2)
-)
+@pytest.mark.parametrize(("name", "count", "size"), crossed([*BORDERS], [2, 3, 5, 8], [8, 13]))
 def test_windows_of_one_tensor_that_fill_its_borders_with_several_values(name, size, count):
     """In one program, forward and gradient."""
     mesh = axis(count)
