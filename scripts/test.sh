@@ -40,6 +40,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
 setup_environment || exit 1
+# Containers often set it. Each worker, and each process that a test starts, would compile all
+# sources again.
+unset PYTHONDONTWRITEBYTECODE
 
 failed=()
 step() {
@@ -50,14 +53,34 @@ step() {
   [ "${is_last:-no}" = yes ] || echo "== $name: $((SECONDS - start)) s"
 }
 
+# While you work, a change rarely needs it: links and samples of the documents are tests, too. It is
+# built beside the checks below, as each is one process, and says what it has to say after them.
+site=
+end_site() {
+  [ -z "$site" ] || kill -- "-$site" 2>/dev/null
+  rm -f "$site_said"
+}
+site_built() {
+  wait "$site"
+  local code=$?
+  site=
+  cat "$site_said"
+  return "$code"
+}
+if [ "$#" -eq 0 ] && [ "$SPMD_TEST_TIER" != fast ]; then
+  site_said=$(mktemp) || exit 1
+  trap end_site EXIT
+  set -m # a process group of its own, which ends with this script
+  scripts/docs.sh >"$site_said" 2>&1 </dev/null &
+  site=$!
+  set +m
+fi
+
 step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check --quiet .
 step "codespell" codespell
 step "mypy" mypy --no-error-summary packages/*/src benchmarks examples
-# While you work, a change rarely needs it: links and samples of the documents are tests, too.
-if [ "$#" -eq 0 ] && [ "$SPMD_TEST_TIER" != fast ]; then
-  step "site" scripts/docs.sh
-fi
+[ -z "$site" ] || step "site, begun before ruff" site_built
 
 # Three for two cores: some tests wait for processes that they start.
 workers=()
