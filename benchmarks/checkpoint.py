@@ -8,18 +8,22 @@ machine can do, measured in turns with it in the same run:
    torch.distributed.checkpoint's `async_save`.
 2. Whole save: until a step is whole on the disk, against writing a file of as many bytes, with
    `fsync`.
-3. Steps while a save goes on behind them, against steps without.
+3. Steps while a save goes on behind them, against steps without. Beside it, the least that this can
+   cost: the same steps while a thread writes a file of as many bytes.
 4. Restore in a new process on another mesh, against reading a file of as many bytes: both from the
    disk, as the system is asked to forget its cache of both, and both into new memory.
-5. Memory of the process beside what it had before, in a save and in a restore, at its peak.
+5. CPU time of a whole save, against that of writing a file of as many bytes.
+6. Memory of the process beside what it had before, in a save and in a restore, at its peak.
 
 Emulated devices compute on the cores that write, so question 3 has the worst case: a step on an
-accelerator leaves the host's cores free.
+accelerator leaves the host's cores free. The threads of a save have a lower priority than a step's;
+the one that writes a file has the same.
 
 Run: python -m benchmarks.checkpoint
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -27,14 +31,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.options import existing, whole
-from benchmarks.report import RESULTS, Table, argument_parser, publish, verdict
+from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
@@ -63,9 +69,6 @@ from torch.distributed import checkpoint as dcp
 
 import spmd_core as spmd
 from benchmarks.memory import held_bytes
-from benchmarks.published import plots
-
-PICTURE = Path(__file__).parents[1] / "docs/images/checkpoint"
 
 NUM_DEVICES, BATCH = 8, 64
 PIECE_BYTES = 64 << 20
@@ -88,6 +91,8 @@ WORDS = {
     "restore": "a restore on another mesh over reading a file of as many bytes",
     "save_memory": "memory beside the process in a save, over the bytes of the state",
     "restore_memory": "memory beside the process and the state in a restore, over its bytes",
+    "floor": "Beside a thread that writes a file of as many bytes, a step over a step alone",
+    "cpu": "CPU time of a whole save over that of a file of as many bytes",
     "again": "A restore over values that are there, which reads twice, over reading a file",
     "again_memory": "Its memory beside the process and the state",
 }
@@ -156,9 +161,15 @@ class Copies:
         return timed(copy)
 
 
+@functools.cache
+def random_piece() -> np.ndarray:
+    """What files are written of."""
+    return np.random.default_rng(0).integers(0, 255, PIECE_BYTES, np.uint8)
+
+
 def written(path: Path, num_bytes: int) -> float:
     """How long it takes to write a file and have it on the disk."""
-    piece = np.random.default_rng(0).integers(0, 255, PIECE_BYTES, np.uint8)
+    piece = random_piece()
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
@@ -213,14 +224,13 @@ def grown(into: dict[str, float], name: str) -> Iterator[None]:
 
 
 def save(size: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Questions 1, 2, 3 and 5: what a save costs."""
+    """All questions but 4: what a save costs."""
     run = Run(size, (NUM_DEVICES,), ("fsdp", None))
     for _ in range(2):
         run.step()
     num_bytes = sum(t.nbytes for t in run.tensors())
     found: dict[str, Any] = {"bytes": num_bytes}
-    names = ("copy_s", "stall_s", "file_s", "save_s", "alone_s", "beside_s", "beside_num")
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples = defaultdict[str, list[float]](list)
     with spmd.CheckpointManager(folder / "runs") as manager:
         # The first save takes the memory that all later ones use again.
         with grown(found, "memory_bytes"):
@@ -228,32 +238,51 @@ def save(size: str, rounds: int, folder: Path) -> dict[str, Any]:
             manager.wait()
         copies = Copies(run.tensors())
         copies.seconds()
+        random_piece()
         for step in range(1, rounds + 1):
             samples["copy_s"].append(copies.seconds())
+            start = time.process_time()
             samples["file_s"].append(written(folder / "file", num_bytes))
-            start = time.perf_counter()
+            samples["file_cpu_s"].append(time.process_time() - start)
+            start, start_cpu = time.perf_counter(), time.process_time()
             manager.save(step, run.state())
             samples["stall_s"].append(time.perf_counter() - start)
             manager.wait()
             samples["save_s"].append(time.perf_counter() - start)
+            samples["save_cpu_s"].append(time.process_time() - start_cpu)
             shutil.rmtree(folder / "runs" / str(step - 1))
         del copies
         for step in range(rounds + 1, 2 * rounds + 1):
             samples["alone_s"] += [timed(run.step) for _ in range(3)]
             manager.save(step, run.state())
-            count, start = 0, time.perf_counter()
-            while manager.latest() != step:
-                run.step()
-                count += 1
-            samples["beside_s"].append((time.perf_counter() - start) / count)
-            samples["beside_num"].append(count)
+            beside(run, functools.partial(is_missing, manager, step), samples, "beside")
             manager.wait()
             shutil.rmtree(folder / "runs" / str(step - 1))
+            writing = threading.Thread(target=written, args=(folder / "file", num_bytes))
+            writing.start()
+            beside(run, writing.is_alive, samples, "floor")
     return found | samples
 
 
+def is_missing(manager: spmd.CheckpointManager, step: int) -> bool:
+    """Whether a step is not whole on the disk yet."""
+    return manager.latest() != step
+
+
+def beside(
+    run: Run, goes_on: Callable[[], bool], samples: dict[str, list[float]], name: str
+) -> None:
+    """Steps while something goes on: how long each takes, and how many there are."""
+    count, start = 0, time.perf_counter()
+    while goes_on():
+        run.step()
+        count += 1
+    samples[f"{name}_s"].append((time.perf_counter() - start) / max(1, count))
+    samples[f"{name}_num"].append(count)
+
+
 def restore(size: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Questions 4 and 5: what a restore on another mesh costs."""
+    """Questions 4 and 6: what a restore on another mesh costs."""
     found: dict[str, Any] = {"read_s": [], "restore_s": [], "again_s": []}
     held = 0
     with spmd.CheckpointManager(folder / "runs", async_=False) as manager:
@@ -324,6 +353,8 @@ def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
         "stall": over(saved["stall_s"], saved["copy_s"]),
         "save": over(saved["save_s"], saved["file_s"]),
         "steps": statistics.median(saved["beside_s"]) / alone,
+        "floor": statistics.median(saved["floor_s"]) / alone,
+        "cpu": over(saved["save_cpu_s"], saved["file_cpu_s"]),
         "restore": over(restored["restore_s"], restored["read_s"]),
         "again": over(restored["again_s"], restored["read_s"]),
         "save_memory": saved["memory_bytes"] / num_bytes,
@@ -332,33 +363,12 @@ def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def added_s(saved: dict[str, Any]) -> float:
+def added_s(saved: dict[str, Any], name: str = "beside") -> float:
     """How much longer the steps of one save take than as many without it, in seconds."""
     alone = statistics.median(saved["alone_s"])
     return statistics.median(
-        (beside - alone) * count for beside, count in zip(saved["beside_s"], saved["beside_num"])
+        (each - alone) * count for each, count in zip(saved[f"{name}_s"], saved[f"{name}_num"])
     )
-
-
-def draw(figure: Any, cases: dict[str, dict[str, Any]]) -> None:
-    """How long a step waits, and how long until all is on the disk, by size."""
-    bars = {
-        "a copy": ("save", "copy_s", None),
-        "CheckpointManager": ("save", "stall_s", "save_s"),
-        "DCP, async_save": ("peers", "dcp_stall_s", "dcp_save_s"),
-        "torch.save, gathered": ("peers", "gathered_s", "gathered_s"),
-        "a file, fsync": ("save", None, "file_s"),
-    }
-    for number, title in ((1, "a step waits"), (2, "until it is on the disk")):
-        axes = figure.add_subplot(1, 2, number)
-        shown = {name: (of[0], of[number]) for name, of in bars.items() if of[number]}
-        for i, (name, (kind, key)) in enumerate(shown.items()):
-            heights = [statistics.median(case[kind][key]) for case in cases.values()]
-            places = [j + (i - len(shown) / 2) * 0.2 for j in range(len(cases))]
-            axes.bar(places, heights, 0.18, label=name, color=plots.COLORS[[*bars].index(name)])
-        axes.set(title=title, ylabel="s", yscale="log", xticks=range(len(cases)))
-        axes.set_xticklabels([f"{size} GB" for size in cases])
-        axes.legend(fontsize="small")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -384,6 +394,7 @@ def main(args: argparse.Namespace) -> int:
         [
             f"{size} GB",
             *(ms(case, "save", key) for key in ("copy_s", "stall_s", "file_s", "save_s")),
+            *(ms(case, "save", key) for key in ("alone_s", "beside_s", "floor_s")),
             *(ms(case, "restore", key) for key in ("read_s", "restore_s", "again_s")),
             *(ms(case, "peers", key) for key in ("gathered_s", "dcp_stall_s", "dcp_save_s")),
         ]
@@ -399,11 +410,13 @@ def main(args: argparse.Namespace) -> int:
         )
     notes += [
         f"{WORDS[name]}: " + ", ".join(f"{each[name]:.2f}" for each in found.values()) + "."
-        for name in ("again", "again_memory")
+        for name in ("floor", "cpu", "again", "again_memory")
     ]
     notes.append(
         "What a save adds to the steps behind which it goes on: "
         + ", ".join(f"{added_s(case['save']):.2f} s" for case in cases.values())
+        + "; a file of as many bytes: "
+        + ", ".join(f"{added_s(case['save'], 'floor'):.2f} s" for case in cases.values())
         + ". Emulated devices and writes share the cores; an accelerator's steps leave them free."
     )
     notes.append(
@@ -411,7 +424,8 @@ def main(args: argparse.Namespace) -> int:
         + ", ".join(f"{case['save']['first_stall_s']:.2f} s" for case in cases.values())
         + "."
     )
-    columns = ["state", "copy", "stall", "file, fsync", "whole save", "read", "restore"]
+    columns = ["state", "copy", "stall", "file, fsync", "whole save", "step alone"]
+    columns += ["step beside a save", "step beside a file", "read", "restore"]
     columns += ["restore over values", "torch.save, gathered", "DCP async: stall", "DCP: whole"]
     title = f"A checkpoint on {NUM_DEVICES} emulated devices: medians of {args.rounds}"
     publish(
@@ -420,8 +434,6 @@ def main(args: argparse.Namespace) -> int:
         {"num_devices": NUM_DEVICES, "cases": cases, "ratios": found},
         folder=args.out,
     )
-    if args.out == RESULTS:
-        plots.save(lambda figure: draw(figure, cases), PICTURE, size=(10.0, 3.8), kinds=["png"])
     is_all = all(each[name] <= limit for each in found.values() for name, limit in LIMITS.items())
     return 0 if is_all else 1
 
