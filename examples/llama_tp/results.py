@@ -24,15 +24,21 @@ def files(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def describe(config: TrainConfig, model: LlamaForCausalLM, text: TextData) -> None:
+def describe(config: TrainConfig, model: LlamaForCausalLM, adapted: Any, text: TextData) -> None:
     """Makes the folder of --checkpoint one for --weights and the server: sizes and tokenizer.
 
-    Not with adapters, whose model has other names.
+    Args:
+        config: the options.
+        model: what is trained, or what adapters were added to.
+        adapted: what `lora.add` returned; None without adapters.
+        text: has the tokenizer.
 
     Raises:
         SaveError: a file could not be written.
     """
-    if config.checkpoint and not config.lora and not spmd.debugging.is_planning():
+    if config.checkpoint and not spmd.debugging.is_planning():
+        if adapted:
+            lora.describe(adapted, config.checkpoint)
         weights.describe(
             model, text, config.checkpoint, source=config.weights, option="--checkpoint"
         )

@@ -94,7 +94,7 @@ def run(config: TrainConfig) -> Report:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     work = resolve.work_of(config, num_params=num_params, num_trained=num_trained)
     journal = Journal(config, first, device=device, mesh=mesh, work=work, data=text, parts=parts)
-    results.describe(config, model, text)
+    results.describe(config, model, adapted, text)
     if mesh:
         journal.log.table(layout_table(model, input_sharding))
     if config.lora:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import spmd_core as spmd
+from examples.llama_tp import lora
 from examples.llama_tp.folder_sizes import wrong_size
 from examples.llama_tp.presets import ModelPreset
 from examples.training.attention import CAUSAL_SDPA
@@ -119,6 +120,7 @@ def load(model: LlamaForCausalLM | Mapping[str, Tensor], folder: str | Path) -> 
     """Gives a model, or its tensors by name, the weights in a folder. Waits for the transfers.
 
     Each process reads what its devices hold, into the tensors' dtypes; of checkpoints, the newest.
+    The adapters of a run with --lora are merged.
 
     Raises:
         spmd.errors.DataError, spmd.errors.CheckpointError: the files are damaged, or those of
@@ -127,6 +129,11 @@ def load(model: LlamaForCausalLM | Mapping[str, Tensor], folder: str | Path) -> 
     path = Path(folder).expanduser()
     if any(path.glob("*.safetensors")):
         spmd.load_safetensors(model, path)
+        return
+    if (path / lora.CONFIG).exists():
+        if isinstance(model, LlamaForCausalLM):
+            model = model.state_dict(keep_vars=True)
+        lora.load_merged(model, path)
         return
     from spmd_core.checkpoint import load_checkpoint  # noqa: PLC0415 - an optional package
 

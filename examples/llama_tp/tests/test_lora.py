@@ -19,6 +19,7 @@ from tiers import exhaustive
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
+from examples.llama_serving import loading
 from examples.llama_tp import lora, shardings
 from examples.llama_tp.config import SMOKE, TrainConfig
 from examples.llama_tp.model import build_model
@@ -92,6 +93,37 @@ def test_fine_tuning_is_that_of_eager_torch(
         torch.testing.assert_close(beside(ids).logits, logits, rtol=1e-3, atol=1e-3)
         untuned = LlamaForCausalLM.from_pretrained(base / "base").eval()(ids).logits
     assert (untuned - logits).abs().max() > 0.05
+
+
+def test_the_folder_of_a_runs_checkpoints_is_a_model_with_merged_adapters(
+    base: Path, tmp_path: Path, num_devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "run", tmp_path / "out"
+    # Alpha is not twice the rank, which is the default.
+    knobs = {"weights": str(base / "base"), "lora_alpha": 3.0, "checkpoint": str(folder)}
+    run(config(base, device="cpu", steps=2, export=str(out), **knobs))
+    right = LlamaForCausalLM.from_pretrained(out).state_dict()
+    untuned = LlamaForCausalLM.from_pretrained(base / "base").state_dict()
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert (right[name] - untuned[name]).abs().max() > 1e-3
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        found_config = loading.read_config(folder)
+        mesh = spmd.parse_mesh(f"tensor={2 if num_devices > 1 else 1}", min(num_devices, 2))
+        model = loading.load_model(folder, found_config, dtype=dtype, mesh=mesh)  # of the server
+        found = model.state_dict()
+        assert found.keys() == right.keys()
+        for name, t in right.items():
+            torch.testing.assert_close(
+                found[name].cpu().float(), t, rtol=tolerance, atol=tolerance / 10
+            )
+    # A run that starts from there.
+    given = {"device": "cpu", "steps": 1, "lora": 0}
+    losses = [run(config(base, weights=str(each), **given)).losses for each in (folder, out)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (folder / lora.CONFIG).write_text("{}")
+    arguments = ["--smoke", "--device", "cpu", "--weights", str(folder), "--seq", "64"]
+    assert main([*arguments, "--cache-dir", str(base / "cache")]) == 2
+    assert "adapter_config.json has r and lora_alpha" in capsys.readouterr().err
 
 
 def adapted() -> Any:
