@@ -2,6 +2,9 @@
 
 scripts/test.sh --junitxml=run.xml && python scripts/slow_tests.py run.xml
 
+From a quiet machine, with no more workers than cores: a report has seconds of the clock, and those
+in which a test waits for a core count, so that a busy run marks about twice as many functions.
+
 Functions are left out by the mean time of their cases, the slowest first, until the others take
 what the fast tier may. Nobody reads the list, and a test that is not in it is fast: the fast tier
 ends with the names of those that were not.

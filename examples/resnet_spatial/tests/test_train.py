@@ -81,7 +81,7 @@ def test_every_mesh_has_the_losses_of_eager_torch(
     assert report.compiles == 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # what finds a mesh is shared with the other recipes
 @pytest.mark.usefixtures("finding_a_mesh")
 def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     num_devices: int, capsys: pytest.CaptureFixture[str]
