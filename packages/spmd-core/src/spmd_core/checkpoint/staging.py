@@ -21,7 +21,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.stacks import Row
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
-from spmd_core.runtime import devices, in_flight, processes
+from spmd_core.runtime import buffers, devices, in_flight, processes
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -65,7 +65,7 @@ class Memory:
     def copy(self, data: np.ndarray) -> np.ndarray:
         """A copy, contiguous."""
         free = self._free.get(data.nbytes)
-        memory = free.pop() if free else np.empty(data.nbytes, np.uint8)
+        memory = free.pop() if free else _new(data.nbytes)
         self._taken.append(memory)
         copy = memory.view(data.dtype).reshape(data.shape) if data.size else np.array(data)
         np.copyto(copy, data)
@@ -77,6 +77,10 @@ class Memory:
         for memory in self._taken:
             self._free.setdefault(memory.nbytes, []).append(memory)
         self._taken = []
+
+
+def _new(num_bytes: int) -> np.ndarray:
+    return dtypes.numpy_view(buffers.host_block([num_bytes], torch.uint8))
 
 
 class Views(Memory):
