@@ -168,17 +168,22 @@ def random_piece() -> np.ndarray:
 
 
 def written(path: Path, num_bytes: int) -> float:
-    """How long it takes to write a file and have it on the disk."""
-    piece = random_piece()
+    """How long it takes to write a file and have it on the disk.
+
+    The one before is there until then, as a step is until the next is whole: so neither is written
+    into the pages of the system's cache that its predecessor has just left.
+    """
+    piece, new = random_piece(), path.with_name(f"{path.name}.new")
 
     def write() -> None:
-        with path.open("wb", buffering=0) as file:
+        with new.open("wb", buffering=0) as file:
             for start in range(0, num_bytes, PIECE_BYTES):
                 file.write(piece[: num_bytes - start].data)
             os.fsync(file.fileno())
 
-    path.unlink(missing_ok=True)
-    return timed(write)
+    seconds = timed(write)
+    new.replace(path)
+    return seconds
 
 
 def read(path: Path) -> float:
