@@ -60,6 +60,7 @@ SETTLE_S = 0.1
 
 def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, Any]:
     """A model's figures."""
+    spmd.config.cache_dir = None  # an equal search would be read from there
     spmd.simulate(NUM_DEVICES)
     spmd.use_spmd()
     found: dict[str, Any] = {"losses": {}, "peaks": {}, "cpu_s": {}}

@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "spmd_core/checkpoint/writer.py",
         "a run that lost its folder to another goes on writing there",
-        "            self._lock.check()",
-        "            pass",
+        "        self._lock.check()",
+        "        pass",
     ),
     Fault(
         "spmd_core/checkpoint/store.py",

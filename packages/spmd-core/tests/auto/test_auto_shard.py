@@ -88,7 +88,7 @@ def test_the_program_of_the_loop_is_the_one_that_was_chosen():
 def test_memory_is_respected():
     if spmd.global_runtime_device_count() < 8:
         pytest.skip("on few devices all candidates take about as much")
-    model, batch = words(vocabulary=64, width=32, inner=1024, batch=64)
+    model, batch = words(vocabulary=2048, width=128, inner=256, batch=8)
     free, _ = compared(copy.deepcopy(model), batch, mesh=mesh_of(0), candidates=5)
     peaks = [x.program.peak_bytes for x in free.tried if x.program is not None]
     assert peaks[0] > min(peaks)  # the fastest is not the smallest

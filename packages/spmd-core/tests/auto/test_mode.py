@@ -205,7 +205,8 @@ def test_weights_are_drawn_once_their_shardings_are_known(
     own = training(model, fused=True)
     step = spmd.compile(own.step, capture=True) if captured else own.step
     on_device = [x.to("xla") for x in inputs]
-    assert losses(step, on_device) == pytest.approx(expected, **CLOSE)
+    # The first step of Adam is as long for a gradient that is nearly 0, whose sign is rounding.
+    assert losses(step, on_device) == pytest.approx(expected, rel=1e-4)
     (searched,) = searches_of
     assert len(searched.updated) >= sum(p.requires_grad for p in model.parameters())
     assert all(p.sharding is not None for p in model.parameters())

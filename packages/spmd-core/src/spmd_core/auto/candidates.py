@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from spmd_core.auto.batch import batch_classes
-from spmd_core.auto.costs import NONE, CostModel
+from spmd_core.auto.costs import NONE, SMALL_BYTES, CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.solve import Solution, solve
@@ -14,8 +14,6 @@ from spmd_core.errors import AutoShardingError
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
-# A parameter of fewer bytes may stay whole in the kind that splits parameters.
-_SMALL_BYTES = 1 << 16
 _MOST_AXES = 3
 # XLA's partitioner reshards between several axes at once worse than the model thinks.
 _PER_AXIS = 1.05
@@ -142,7 +140,7 @@ def _allowed(
                 found[1].setdefault(tie, tuple(o for o in options[tie] if o != c))
     for leaf in groups.step.updated:
         tie = groups.tie[groups.of_tensor[leaf]]
-        is_small = groups.step.tensors[leaf].num_bytes < _SMALL_BYTES
+        is_small = groups.step.tensors[leaf].num_bytes < SMALL_BYTES
         for axis, of_axis in enumerate(found):
             if tie in marks[axis]:
                 continue

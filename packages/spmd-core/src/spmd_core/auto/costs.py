@@ -25,7 +25,9 @@ _MATERIALISED = 0.5
 # Of two choices that cost the same, the one that stores less is better: as if each byte that a
 # device holds were read once in so many steps.
 _STEPS_PER_READ = 100
-# The part of a latency that a parameter's collective costs, as XLA combines many into one.
+# A parameter of fewer bytes saves so little where it is split that one more collective costs more.
+SMALL_BYTES = 1 << 16
+# The part of a latency that a larger parameter's collective costs, as XLA combines many into one.
 _COMBINED = 0.1
 
 
@@ -270,7 +272,7 @@ class CostModel:
                 else:
                     source, target = (need, have) if is_result else (have, need)
                     costs[a, b] = self._reshard(axis, size, source, target, shape)
-        if groups.of_tensor[tensor] in self._state:
+        if groups.of_tensor[tensor] in self._state and size >= SMALL_BYTES:
             # XLA combines the collectives of parameters and gradients into few.
             costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
         return costs

@@ -1,6 +1,6 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spmd_core.auto.costs import NONE
@@ -51,7 +51,8 @@ def sharding_of(groups: Groups, solution: Solution, mesh: Mesh, tensor: int) -> 
     """The sharding that a solution gives a tensor."""
     tie = groups.tie[groups.of_tensor[tensor]]
     spec: list[tuple[int, ...]] = [() for _ in groups.step.tensors[tensor].spec.shape]
-    for axis, choice in enumerate(solution.choices):
+    for axis in solution.order[tie]:
+        choice = solution.choices[axis]
         dim = None if choice[tie] == NONE else groups.dim_of(tensor, choice[tie])
         if dim is not None:
             spec[dim] = (*spec[dim], axis)
@@ -68,25 +69,74 @@ def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
     leaves = tuple(sharding(t) for t, x in enumerate(step.tensors) if x.leaf is not None)
     marks, gradients = {}, set()
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
-    for tensor in _heavy_results(groups):
-        group = groups.of_tensor[tensor]
-        if group in of_state:
+    for tensor in _to_mark(groups, solution):
+        if step.tensors[tensor].spec.num_elements == 1:
+            continue
+        if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
             tensor = _as_updated(groups, tensor)
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
     return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
 
 
-def _heavy_results(groups: Groups) -> list[int]:
-    """The results of products, sums and lookups that have dims."""
+def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
+    """The tensors inside of a step whose shardings the partitioner might choose in another way.
+
+    Those are gradients of parameters; what an operation reads in another layout than it has, as the
+    partitioner would spread the reader's layout to what computes it; and the results of products,
+    sums and lookups, unless they follow from operands that agree. More marks would only stand
+    between operations that passes and the compiler join.
+    """
     step = groups.step
-    return [
-        t
-        for operation in step.operations
-        if not operation.is_light
-        for t, _ in operation.results
-        if step.tensors[t].spec.num_elements > 1
-    ]
+    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
+    for i, operation in enumerate(step.operations):
+        if operation.is_light:
+            continue
+        agrees = True
+        for t, position in operation.operands:
+            if not _is_read_as_held(groups, solution, i, t, operation.rule.operands[position]):
+                agrees = False
+                if step.makers[t] is not None:
+                    yield t
+        for t, position in operation.results:
+            dims = operation.rule.results[position]
+            if (
+                not agrees
+                or groups.of_tensor[t] in of_state
+                or not _is_read_as_held(groups, solution, i, t, dims)
+            ):
+                yield t
+
+
+def _is_read_as_held(
+    groups: Groups, solution: Solution, number: int, tensor: int, dims: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether an operation reads or makes a tensor in the layout that the tensor has."""
+    own = groups.tie[groups.of_operation[number]]
+    of_tensor = groups.tie[groups.of_tensor[tensor]]
+    for choice in solution.choices:
+        need = _dim_of(groups, number, choice[own], dims)
+        held = None if choice[of_tensor] == NONE else groups.dim_of(tensor, choice[of_tensor])
+        if need != held:
+            return False
+    return True
+
+
+def _dim_of(
+    groups: Groups, number: int, choice: int, dims: Sequence[tuple[int, ...]]
+) -> int | None:
+    """The dim that an operation's choice splits."""
+    if choice == NONE:
+        return None
+    for d, factors in enumerate(dims):
+        if factors and groups.factor_class.get((number, factors[0])) == choice:
+            return d
+    return None
+
+
+def _is_heavy_result(groups: Groups, tensor: int) -> bool:
+    maker = groups.step.makers[tensor]
+    return maker is not None and not groups.step.operations[maker].is_light
 
 
 def _as_updated(groups: Groups, tensor: int) -> int:

@@ -28,12 +28,14 @@ class Solution:
         seconds: the modelled time of a step.
         work_s: the part of it without collectives: FLOPs, and reading and writing memory.
         bytes: the modelled memory of a device.
+        order: for each tie the axes, in the order in which those that split one dim split it.
     """
 
     choices: tuple[tuple[int, ...], ...]
     seconds: float
     work_s: float
     bytes: float
+    order: tuple[tuple[int, ...], ...]
 
 
 def solve(
@@ -64,7 +66,42 @@ def solve(
         if choices == before or num_axes == 1:
             break
     seconds, work = evaluate(model, choices), work_of(model, choices)
-    return Solution(tuple(map(tuple, choices)), seconds, work, memory_of(model, choices))
+    order = _order(model, choices)
+    return Solution(tuple(map(tuple, choices)), seconds, work, memory_of(model, choices), order)
+
+
+def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
+    """For each tie the axes, those first along which most readers and writers are split as it is.
+
+    An axis over which a tensor is gathered before it is read, as parameters are in FSDP, splits the
+    blocks of the axes that stay: a gather of blocks that are further apart would permute them.
+    """
+    groups = model.groups
+    axes = range(len(choices))
+    if len(axes) == 1:
+        return ((0,),) * model.num_ties
+    alike = [[0] * len(axes) for _ in range(model.num_ties)]
+    for i, times in model.operations:
+        operation = groups.step.operations[i]
+        own = groups.of_operation[i]
+        for t, dims in operation.dims:
+            group = groups.of_tensor[t]
+            if group == own or not dims:
+                continue
+            tie = groups.tie[group]
+            for axis, choice in enumerate(choices):
+                factor = next(
+                    (
+                        f
+                        for f in operation.factors
+                        if groups.factor_class[i, f] == choice[groups.tie[own]]
+                    ),
+                    None,
+                )
+                need = next((d for d, x in enumerate(dims) if x[:1] == (factor,)), None)
+                held = None if choice[tie] == NONE else groups.dim_of(t, choice[tie])
+                alike[tie][axis] += times * (held is not None and need == held)
+    return tuple(tuple(sorted(axes, key=lambda a: -of[a])) for of in alike)
 
 
 def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:

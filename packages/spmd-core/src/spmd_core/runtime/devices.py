@@ -19,7 +19,7 @@ import jaxlib
 from spmd_core.chips import MAX_EMULATED_DEVICES
 from spmd_core.config import config
 from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
-from spmd_core.runtime import disk_cache
+from spmd_core.runtime import disk_cache, host_memory
 from spmd_core.sharding.mesh import Mesh
 
 _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
@@ -125,6 +125,8 @@ def _start() -> tuple[jax.Device, ...]:
             f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. "
             "Unset it, or install jax for that platform."
         ) from error
+    if found[0].platform == "cpu":
+        host_memory.keep_mapped()
     return tuple(sorted(found, key=lambda d: d.id))
 
 

@@ -1,0 +1,86 @@
+"""auto/marked_graph.py: marks where the partitioner has a choice, and no others."""
+
+import copy
+
+import pytest
+import torch
+from auto_steps import training, words
+
+import spmd_core as spmd
+from spmd_core.auto import candidates as search
+from spmd_core.auto.batch import batch_classes
+from spmd_core.auto.candidates import Kind
+from spmd_core.auto.costs import CostModel
+from spmd_core.auto.decide import inputs_of
+from spmd_core.auto.groups import group
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import marked, shardings
+from spmd_core.auto.recorded_step import record
+from spmd_core.auto.solve import solve
+from spmd_core.auto.step_graph import StepGraph
+from spmd_core.debugging import communication
+from spmd_core.planner.topology import present
+from spmd_core.program.compilation import build
+
+pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
+
+
+def candidate(kind, mesh, read):
+    """`read(recorded, groups, shardings)` of the best choice of a kind for two tied blocks."""
+    model, batch = words(vocabulary=512, width=256, inner=1024, batch=16)
+    own = training(copy.deepcopy(model).to("xla"))
+    inputs = [x.to("xla") for x in batch]
+
+    def found(recorded):
+        groups = group(StepGraph.of(recorded.graph))
+        machine = Machine.of(present().devices)
+        # Not by `candidates`, which names the first of several kinds that choose alike.
+        batch_of = batch_classes(groups, inputs_of(groups, recorded.names))
+        model = CostModel(groups, mesh.mesh_shape, machine)
+        marks = search.fixed(groups, len(mesh.mesh_shape))
+        solution = solve(model, allowed=search._allowed(model, marks, kind, batch_of))
+        return read(recorded, groups, shardings(groups, solution, mesh))
+
+    return record(lambda: own.step(*inputs), found)
+
+
+def test_with_whole_parameters_only_gradients_are_marked():
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    counts = candidate(Kind.DATA, mesh, lambda r, g, s: (len(s.marks), len(s.gradients)))
+    assert counts[0] == counts[1] > 0
+
+
+def test_features_and_parameters_over_two_axes_move_what_an_expert_would():
+    mesh = spmd.Mesh(range(8), (4, 2), ("fsdp", "tensor"))
+
+    def read(recorded, groups, found):
+        leaves = dict(zip(recorded.leaves, found.leaves))
+        specs = {
+            recorded.names[s].partition(".")[2]: x.partition_spec
+            for s, x in leaves.items()
+            if s in recorded.names
+        }
+        program = build(marked(recorded.graph, found), "candidate")
+        return specs, communication.of_text(program.compiled_text(), program.lowered)
+
+    specs, moved = candidate(Kind.TENSOR, mesh, read)
+    # Whatever is gathered over `fsdp` is the minor part of a dim that `tensor` splits.
+    both = [dim for spec in specs.values() for dim in spec if isinstance(dim, tuple)]
+    assert all(dim == ("tensor", "fsdp") for dim in both)
+    up, down = (specs[f"blocks.0.{name}.weight"] for name in ("up", "down"))
+    assert "tensor" in str(up[0]) and "tensor" in str(down[1])  # (out, in)
+    gathers = [c for c in moved.where(kind="all-gather") if "blocks" in str(c.causes[0])]
+    assert gathers and {c.axes for c in gathers} == {("fsdp",)}
+    large = [c for c in moved if c.kind in ("all-to-all", "collective-permute")]
+    assert sum(c.moved_bytes for c in large) < 0.05 * sum(c.moved_bytes for c in moved)
+
+
+def test_values_are_those_of_eager_torch():
+    model, batch = words(batch=16)
+    eager = training(copy.deepcopy(model), torch.optim.SGD, lr=0.1)
+    expected = [eager.step(*batch).item() for _ in range(3)]
+    own = training(model.to("xla"), torch.optim.SGD, lr=0.1)
+    inputs = [x.to("xla") for x in batch]
+    mesh = spmd.Mesh(range(8), (4, 2), ("x", "y"))
+    spmd.auto_shard(own.step, *inputs, mesh=mesh, candidates=1)
+    assert [own.step(*inputs).item() for _ in range(3)] == pytest.approx(expected, rel=1e-5)
