@@ -75,12 +75,18 @@ def test_features_and_parameters_over_two_axes_move_what_an_expert_would():
     assert sum(c.moved_bytes for c in large) < 0.05 * sum(c.moved_bytes for c in moved)
 
 
-def test_values_are_those_of_eager_torch():
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_values_are_those_of_eager_torch(is_hybrid):
     model, batch = words(batch=16)
     eager = training(copy.deepcopy(model), torch.optim.SGD, lr=0.1)
     expected = [eager.step(*batch).item() for _ in range(3)]
     own = training(model.to("xla"), torch.optim.SGD, lr=0.1)
     inputs = [x.to("xla") for x in batch]
     mesh = spmd.Mesh(range(8), (4, 2), ("x", "y"))
-    spmd.auto_shard(own.step, *inputs, mesh=mesh, candidates=1)
+    if is_hybrid:
+        mesh = spmd.HybridMesh(
+            ici_mesh_shape=(2, 2), dcn_mesh_shape=(1, 2), axis_names=("x", "y"), num_slices=2
+        )
+    plan = spmd.auto_shard(own.step, *inputs, mesh=mesh, candidates=1)
+    assert plan.mesh == mesh and plan.mesh.axis_names == ("x", "y")
     assert [own.step(*inputs).item() for _ in range(3)] == pytest.approx(expected, rel=1e-5)

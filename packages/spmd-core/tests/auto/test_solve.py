@@ -12,7 +12,7 @@ from spmd_core.auto.costs import NONE, CostModel
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.solve import evaluate, memory_of, sent, solve
 
-_MACHINE = Machine("made up", 4, 1e9, 1e8, 1e7, 1e6, 1e-6, None, 4)
+_MACHINE = Machine("made up", 4, 1e9, 1e8, 1e7, 1e6, 1e-6, None, (0, 0, 0, 0))
 
 
 def two_products():
@@ -110,3 +110,20 @@ def _factors(groups, number):
     operation = groups.step.operations[number]
     (rows,), (summed,) = operation.rule.operands[0]
     return rows, summed, operation.rule.operands[1][1][0]
+
+
+def test_axes_between_slices_are_found_by_their_devices():
+    machine = dataclasses.replace(_MACHINE, slices=(0, 0, 1, 1))
+    assert machine.crossing((2, 2), range(4)) == (True, False)
+    assert machine.crossing((2, 2), (0, 2, 1, 3)) == (False, True)
+    assert machine.crossing((4,), range(4)) == (True,)
+    # The axis between slices is slow wherever it stands: an axis has the costs of its links.
+    groups = two_products()
+    slow = dataclasses.replace(machine, network_bytes_per_s=1e3)
+    first, second = (CostModel(groups, (2, 2), slow, ids) for ids in (range(4), (0, 2, 1, 3)))
+    none = [NONE] * first.num_ties
+    split = [options[-1] for options in first.options(0, [none, none])]
+    outer, inner = evaluate(first, [split, none]), evaluate(first, [none, split])
+    assert outer > 10 * inner
+    assert evaluate(second, [split, none]) == pytest.approx(inner)
+    assert evaluate(second, [none, split]) == pytest.approx(outer)

@@ -207,7 +207,7 @@ def plan_of(
         str(i) for i in range(len(best.candidate.mesh_shape))
     )
     explainer = Explainer(
-        CostModel(groups, best.candidate.mesh_shape, machine),
+        CostModel(groups, best.candidate.mesh_shape, machine, best.shardings.mesh.ids),
         machine,
         best.candidate.solution,
         axes,

@@ -90,7 +90,7 @@ def candidates(
     found: dict[tuple[float, float], Candidate] = {}
     batch = batch_classes(groups, inputs)
     for shape in shapes:
-        model = CostModel(groups, shape, machine)
+        model = CostModel(groups, shape, machine, None if mesh is None else mesh.ids)
         marks = fixed(groups, len(shape))
         for kind in Kind:
             if not _takes(kind, len(shape), is_given=mesh is not None):

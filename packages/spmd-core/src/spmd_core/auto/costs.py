@@ -53,9 +53,24 @@ class AxisCosts:
 
 
 class CostModel:
-    """The costs of a step on a mesh of this shape."""
+    """The costs of a step on a mesh.
 
-    def __init__(self, groups: Groups, mesh_shape: Sequence[int], machine: Machine) -> None:
+    Args:
+        groups: the step.
+        mesh_shape: the sizes of the mesh's axes.
+        machine: the devices.
+        ids: the mesh's devices, row by row; by default all, in the order of their numbers.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        mesh_shape: Sequence[int],
+        machine: Machine,
+        ids: Sequence[int] | None = None,
+    ) -> None:
+        self.ids = tuple(range(math.prod(mesh_shape)) if ids is None else ids)
+        self._crossing = machine.crossing(mesh_shape, self.ids)
         self.groups, self.mesh_shape, self.machine = groups, tuple(mesh_shape), machine
         self.num_ties = max(groups.tie) + 1
         members: list[list[int]] = [[] for _ in range(self.num_ties)]
@@ -307,8 +322,7 @@ class CostModel:
         return self._gather(axis, size, inner=math.prod(shape[:source]) > 1)
 
     def _seconds(self, axis: int, sent: float) -> float:
-        stride = int(np.prod(self.mesh_shape[axis + 1 :], dtype=np.int64))
-        bandwidth = self.machine.bandwidth(stride, self.mesh_shape[axis])
+        bandwidth = self.machine.bandwidth(crosses=self._crossing[axis])
         return sent / bandwidth + self.machine.latency_s
 
     def _gather(self, axis: int, size: float, *, inner: bool) -> float:

@@ -216,7 +216,8 @@ def _compile(
                     tried.append(Tried(one.candidate, one.shardings, refusal=str(error)))
                     continue
                 seconds = program_seconds(program, machine, one.candidate.solution.work_s)
-                model = CostModel(groups, one.candidate.mesh_shape, machine)
+                ids = one.shardings.mesh.ids
+                model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
                 bytes_sent = sent(model, one.candidate.solution.choices)
                 tried.append(Tried(one.candidate, one.shardings, program, seconds, bytes_sent))
     finally:

@@ -1,9 +1,11 @@
 """What devices do in a second, for the search's model: FLOPs, memory and collectives by axis."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 
 from spmd_core.chips import chip_of
 
@@ -30,7 +32,7 @@ class Machine:
         network_bytes_per_s: bandwidth to other slices.
         latency_s: seconds that a collective takes at least.
         memory_bytes: its memory; None if the host's memory is shared.
-        slice_size: the number of devices of a slice.
+        slices: the number of each device's slice, in the order of device ids.
         scatters: how much longer a reduce-scatter takes than an all-gather of the same bytes.
         tile: the size along a dim of a matrix below which a product does not become faster: that
             of a matrix unit, or of a register block.
@@ -44,7 +46,7 @@ class Machine:
     network_bytes_per_s: float
     latency_s: float
     memory_bytes: int | None
-    slice_size: int
+    slices: tuple[int, ...]
     scatters: float = 1.0
     tile: int = 8
 
@@ -52,12 +54,11 @@ class Machine:
     def of(devices: tuple[jax.Device, ...]) -> "Machine":
         """The machine of these devices, by the data sheet of their chip (`chips`)."""
         kind = devices[0].device_kind
-        slices = {getattr(device, "slice_index", 0) for device in devices}
-        per_slice = len(devices) // len(slices)
+        slices = tuple(getattr(device, "slice_index", 0) for device in devices)
         chip = chip_of(kind)
         if chip is None:
             figures = (_CPU_FLOPS, _CPU_MEMORY, _CPU_LINKS, _CPU_LINKS, _CPU_LATENCY_S)
-            return Machine(kind, len(devices), *figures, None, per_slice, _CPU_SCATTERS)
+            return Machine(kind, len(devices), *figures, None, slices, _CPU_SCATTERS)
         share = chip.devices_per_chip
         links = chip.links_bytes_per_s / share
         network = (chip.dcn_bytes_per_s or _GPU_NETWORK) / share
@@ -71,7 +72,7 @@ class Machine:
             network,
             _LATENCY_S,
             memory,
-            per_slice,
+            slices,
             1.0,
             128 if kind.startswith("TPU") else 64,
         )
@@ -88,12 +89,16 @@ class Machine:
             latency_s=0.0,
         )
 
-    def bandwidth(self, stride: int, size: int) -> float:
-        """Bytes/s of a collective along a mesh axis, by ring algorithms.
+    def crossing(self, mesh_shape: Sequence[int], ids: Sequence[int]) -> tuple[bool, ...]:
+        """For each axis of a mesh whether devices along it are of different slices.
 
         Args:
-            stride: the number of devices from one position along the axis to the next.
-            size: the number of positions.
+            mesh_shape: the sizes of the axes.
+            ids: the mesh's devices, row by row.
         """
-        crosses = stride * size > self.slice_size
+        grid = np.array([self.slices[i] for i in ids]).reshape(mesh_shape)
+        return tuple(bool((grid != grid.take([0], axis)).any()) for axis in range(grid.ndim))
+
+    def bandwidth(self, *, crosses: bool) -> float:
+        """Bytes/s that a device sends along an axis, by whether that is between slices."""
         return self.network_bytes_per_s if crosses else self.links_bytes_per_s

@@ -118,7 +118,7 @@ def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
 
 def sent(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
     """The bytes that a device sends in collectives, by the model."""
-    counting = CostModel(model.groups, model.mesh_shape, model.machine.counting_bytes())
+    counting = CostModel(model.groups, model.mesh_shape, model.machine.counting_bytes(), model.ids)
     return evaluate(counting, choices)
 
 
