@@ -12,7 +12,7 @@ them fails.
 
   --fast    while you work, at most 4 minutes: every folder, without the tests marked `slow`, with
             at most 40 examples of each property; 8 devices
-  (none)    what CI runs, 20 to 25 minutes: everything but the tests marked `exhaustive`, with at
+  (none)    what CI runs, 15 to 20 minutes: everything but the tests marked `exhaustive`, with at
             most 60 examples of each property; first what depends on the number of devices (marked
             `one_device`) on 1 device, then all on 8
   --all     before a release, hours: every test on 1, 2 and 8 devices, compiled as users compile,

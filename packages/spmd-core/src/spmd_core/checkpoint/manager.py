@@ -30,7 +30,7 @@ from spmd_core.checkpoint.staging import Memory, Staged, staged
 from spmd_core.checkpoint.store import Reader
 from spmd_core.checkpoint.writer import RemoteWriter, Writer
 from spmd_core.errors import CheckpointError
-from spmd_core.runtime import processes, watch
+from spmd_core.runtime import host_memory, processes, watch
 from spmd_core.steps.structures import raise_together
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
@@ -346,7 +346,8 @@ class CheckpointManager:
         self._refuse_closed()
         self.wait()
         step = self._agreed(step)
-        with progress.shown(f"restoring step {step} from {self._folder}"):
+        shown = progress.shown(f"restoring step {step} from {self._folder}")
+        with shown, host_memory.returned_when_freed():
             return self._restored(step, state, strict=strict, check=check, convert=convert)
 
     def _restored(

@@ -9,11 +9,17 @@ which was a tenth of its CPU time. With larger thresholds, what one run frees se
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Of glibc's `mallopt`. A process keeps at most so much free memory at the end of each arena.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 1 << 30
+_KEPT_BYTES, _DEFAULT_BYTES = 1 << 30, 1 << 17
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+# Guarded by: the GIL. Cleared by: never, as the thresholds of a process.
+_is_raised = False
 
 
 def keep_mapped() -> bool:
@@ -22,9 +28,27 @@ def keep_mapped() -> bool:
     Returns:
         Whether they are raised; False with another C library.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _VARIABLES):
-        return False
-    library = ctypes.CDLL(None)
-    return all(
-        library.mallopt(option, _KEPT_BYTES) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
-    )
+    global _is_raised
+    if platform.libc_ver()[0] == "glibc" and not any(name in os.environ for name in _VARIABLES):
+        _is_raised = _set(_KEPT_BYTES)
+    return _is_raised
+
+
+@contextmanager
+def returned_when_freed() -> Iterator[None]:
+    """Inside, what is allocated and freed goes back to the kernel, as it does by default.
+
+    For what replaces most of a process's memory, whose blocks would leave gaps between each other.
+    """
+    if _is_raised:
+        _set(_DEFAULT_BYTES)
+    try:
+        yield
+    finally:
+        if _is_raised:
+            _set(_KEPT_BYTES)
+
+
+def _set(num_bytes: int) -> bool:
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(mallopt(option, num_bytes) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
