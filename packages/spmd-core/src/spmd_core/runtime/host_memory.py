@@ -1,9 +1,8 @@
 """Keeps the memory of CPU devices' programs mapped between runs.
 
 XLA allocates the temporaries of a program anew in each run. glibc maps each allocation of more than
-32 MiB by itself and returns it to the kernel afterwards, which clears its pages again when the next
-run touches them: a step of GPT-2 on 8 emulated devices with 79 MB on each took 70,000 page faults,
-which was a tenth of its CPU time. With larger thresholds, what one run frees serves the next one.
+32 MiB by itself and returns it to the kernel when it is freed, so each page is cleared and mapped
+again when the next run touches it. With larger thresholds, what one run frees serves the next one.
 """
 
 import ctypes
