@@ -221,7 +221,7 @@ def test_a_search_that_is_interrupted_before_its_first_candidate(monkeypatch):
 
 
 def test_bad_arguments(monkeypatch):
-    with pytest.raises(AutoShardingError, match=r"time, memory; got 'speed'.*objective='time'"):
+    with pytest.raises(AutoShardingError, match=r"time, memory, measured; got 'speed'.*='time'"):
         spmd.auto_shard(lambda: None, objective="speed")
     with pytest.raises(AutoShardingError, match=r"raise, best; got 'stop'.*on_interrupt='raise'"):
         spmd.auto_shard(lambda: None, on_interrupt="stop")

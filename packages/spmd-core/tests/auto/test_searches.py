@@ -10,7 +10,7 @@ import fresh
 import launched
 import pytest
 import torch
-from auto_steps import training, words
+from auto_steps import losses, training, words
 
 import spmd_core as spmd
 from spmd_core.auto import searches
@@ -163,6 +163,17 @@ def test_process_0_searches_for_all(found):
     assert first["specs"] == second["specs"]
     for each in (first, second):
         torch.testing.assert_close(each["losses"], alone["losses"], rtol=1e-6, atol=1e-6)
+
+
+@of_eight
+def test_processes_measure_together(found):
+    first, second = (each["measured"] for each in found)
+    assert first["seconds"][0] > 0 and first["seconds"] == second["seconds"]
+    assert first["specs"] == second["specs"]
+    model, batch = words()
+    for each in (first, second):
+        assert each["losses"] == pytest.approx(losses(training(model).step, batch), rel=2e-5)
+        model, batch = words()
 
 
 @of_eight

@@ -15,6 +15,7 @@ from spmd_core.auto.decide import Progress, Tried
 from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
+from spmd_core.auto.measure import measured
 from spmd_core.auto.recorded_step import RecordedStep, record
 from spmd_core.auto.searches import searched
 from spmd_core.auto.sharding_plan import Row, ShardingPlan, mark_result
@@ -29,7 +30,7 @@ from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-OBJECTIVES = ("time", "memory")
+OBJECTIVES = ("time", "memory", "measured")
 ON_INTERRUPT = ("raise", "best")
 
 
@@ -53,7 +54,8 @@ def auto_shard(
     a mesh; the best candidates are compiled, and the compiler's memory, collectives and FLOPs
     decide. Parameters and state are then marked by `mark_sharding`, the results of modules by
     hooks that call it, and tensors among the example inputs too. Marks that are there already stay
-    and are constraints of the search. Deterministic. Waits for compilations, not for devices.
+    and are constraints of the search. Deterministic, unless times are measured. Waits for
+    compilations, and for devices only to measure.
 
     Args:
         step_or_model: a function that computes a loss, calls `backward()` and the optimizer's
@@ -66,7 +68,9 @@ def auto_shard(
         topology: devices that need not exist, such as "v5p-128" (see `plan`). The plan is then for
             them, and nothing is marked.
         memory: the bytes of one device; by default those of the chip, and no limit on CPUs.
-        objective: "time", or "memory" for the least memory.
+        objective: "time" for the least time by the model and the compiled programs, "memory" for
+            the least memory, or "measured" for the least time on the devices: the programs of the
+            compiled candidates run some twenty times each, on copies of the step's inputs.
         candidates: how many candidates to compile; 0 to trust the model.
         on_interrupt: what Ctrl-C does during the search. "raise": KeyboardInterrupt, and nothing
             has changed. "best": the search ends with the best so far: of the candidates that were
@@ -107,10 +111,20 @@ def auto_shard(
     found = _topology(topology)
     arguments = pytree.tree_map_only(torch.Tensor, lambda x: x.to("xla"), example)
     step = _step_of(step_or_model, arguments)
+    if objective == "measured":
+        _require_measurable(most, topology)
 
     def search(recorded: RecordedStep) -> tuple[RecordedStep, Groups, list[Tried]]:
         groups = group(StepGraph.of(recorded.graph))
         limit, progress = memory or found.hbm_bytes, Progress()
+        if objective == "measured":
+            progress.programs = {}
+        tell = report or (lambda text: None)
+
+        def measure(tried: list[Tried]) -> list[Tried]:
+            made = progress.programs or {}
+            return measured(recorded, tried, made=made, memory=limit, report=tell)
+
         try:
             tried = searched(
                 groups,
@@ -120,8 +134,9 @@ def auto_shard(
                 most=most,
                 objective=objective,
                 names=recorded.names,
-                report=report or (lambda text: None),
+                report=tell,
                 progress=progress,
+                measure=measure if objective == "measured" else None,
             )
         except KeyboardInterrupt:
             tried = progress.best_first(memory=limit, objective=objective)
@@ -142,6 +157,20 @@ def _topology(given: str | Topology | None) -> Topology:
     if given is not None:
         return find_topology(given)
     return present()
+
+
+def _require_measurable(candidates: int, topology: Any) -> None:
+    """Raises AutoShardingError if candidates are not compiled, or for devices that are absent."""
+    if topology is not None:
+        raise AutoShardingError(
+            'objective="measured" runs programs, so the devices must be here; got topology='
+            f'{topology!r}. Write objective="time", or leave the topology out.'
+        )
+    if not candidates:
+        raise AutoShardingError(
+            'objective="measured" runs the candidates that are compiled; got candidates=0. Write '
+            "candidates=4."
+        )
 
 
 def _step_of(given: Any, arguments: tuple[Any, ...]) -> Callable[[], Any]:

@@ -19,6 +19,8 @@ from spmd_core.graph.storage import Storage
 from spmd_core.planner.planned import ProgramPlan
 from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology
+from spmd_core.program.compilation import build
+from spmd_core.program.program import Program
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -40,6 +42,7 @@ class Tried:
         seconds: the modelled time of the compiled program; None without one.
         sent: the bytes that a device sends by the model; 0 if it was not compiled.
         refusal: the compiler's words for a program that does not fit.
+        measured_s: the seconds that the program took on the devices; None if it did not run.
     """
 
     candidate: Candidate
@@ -48,6 +51,7 @@ class Tried:
     seconds: float | None = None
     sent: float = 0.0
     refusal: str = ""
+    measured_s: float | None = None
 
     def sharding_of(self, groups: Groups, tensor: int) -> Sharding:
         """The sharding of any tensor of the step."""
@@ -61,10 +65,12 @@ class Progress:
     Attributes:
         made: the candidates, the best one by the model first.
         tried: those that were compiled.
+        programs: their programs, if the devices are here and this was made with a dict; else None.
     """
 
     made: list[Tried] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
+    programs: dict[Shardings, Program] | None = None
 
     def best_first(self, *, memory: int | None, objective: str) -> list[Tried]:
         """As `decide` returns: the best that was compiled and fits, else the best by the model.
@@ -103,7 +109,7 @@ def decide(
         mesh: the mesh; None to choose one.
         memory: the bytes of a device; None for no limit.
         most: how many candidates to compile at a time; 0 to decide by the model alone.
-        objective: "time" or "memory".
+        objective: "time" or "memory"; "measured" is decided afterwards, and here as "time".
         names: the names of tensors, for errors.
         report: called with what is being done.
         progress: gets what is found, as it is found.
@@ -128,7 +134,7 @@ def decide(
         if made and not most:
             return made
         chosen = made[:most] if number else _diverse(made, most)
-        _compile(groups, chosen, topology, machine, names, report, tried)
+        _compile(groups, chosen, topology, machine, names, report, progress)
         best = _best(tried, memory, objective)
         if best is not None:
             others = sorted(
@@ -176,7 +182,7 @@ def _best(tried: Sequence[Tried], memory: int | None, objective: str) -> Tried |
 def _rank(one: Tried, objective: str) -> tuple[float, float]:
     assert one.program is not None and one.seconds is not None
     figures = (one.seconds, float(one.program.peak_bytes))
-    return figures if objective == "time" else (figures[1], figures[0])
+    return (figures[1], figures[0]) if objective == "memory" else figures
 
 
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
@@ -199,9 +205,10 @@ def _compile(
     machine: Machine,
     names: Mapping[Storage, str],
     report: Callable[[str], None],
-    tried: list[Tried],
+    progress: Progress,
 ) -> None:
-    """Adds the candidates with the figures of their programs to `tried`, one after another."""
+    """Adds the candidates with the figures of their programs to those that were tried."""
+    tried = progress.tried
     folder = Path(tempfile.mkdtemp(prefix="spmd-auto-"))
     run = abstract.Run(folder, lambda program, leaves: None, lambda: None)
     inside = nullcontext() if abstract.run() else abstract.planning(topology.devices, run)
@@ -210,16 +217,22 @@ def _compile(
             for i, one in enumerate(chosen, 1):
                 report(f"compiling candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
                 graph = marked(groups.step.recorded, one.shardings)
+                program = None
                 try:
-                    program = program_plan(graph, f"auto_{i}", topology, names=names)
+                    if progress.programs is not None and topology.request is None:
+                        program = build(graph, f"auto_{i}", names=lambda: names)
+                        progress.programs[one.shardings] = program
+                    figures = program_plan(
+                        graph, f"auto_{i}", topology, program=program, names=names
+                    )
                 except DeviceMemoryError as error:
                     tried.append(Tried(one.candidate, one.shardings, refusal=str(error)))
                     continue
-                seconds = program_seconds(program, machine, one.candidate.solution.work_s)
+                seconds = program_seconds(figures, machine, one.candidate.solution.work_s)
                 ids = one.shardings.mesh.ids
                 model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
                 bytes_sent = sent(model, one.candidate.solution.choices)
-                tried.append(Tried(one.candidate, one.shardings, program, seconds, bytes_sent))
+                tried.append(Tried(one.candidate, one.shardings, figures, seconds, bytes_sent))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

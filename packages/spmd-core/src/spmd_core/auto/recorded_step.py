@@ -1,7 +1,7 @@
 """Records one step of a user's program without running it, and takes back what it changed."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +40,16 @@ class RecordedStep:
         module_results: the first tensor of what each module returned, by the module: its position
             among the step's tensors (see `step_graph`), once for each call.
         leaves: for each graph input its storage; None if nothing holds it any more.
+        inputs: for each graph input its value, while the step is recorded.
+        numbers: the graph's scalar inputs, in the order of its operations.
     """
 
     graph: RecordedGraph
     names: Mapping[Storage, str]
     module_results: dict[nn.Module, list[int]] = field(default_factory=dict)
     leaves: tuple[Storage | None, ...] = ()
+    inputs: Sequence[Value] = ()
+    numbers: Sequence[Any] = ()
 
 
 def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -> Any:
@@ -104,7 +108,9 @@ def _recorded(live: list[Storage], calls: list[tuple[nn.Module, Value]]) -> Reco
         if node in first:
             results.setdefault(module, []).append(first[node] + index)
     owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
-    return RecordedStep(graph, tensor_names.names(), results, owners)
+    return RecordedStep(
+        graph, tensor_names.names(), results, owners, planned.leaves, planned.numbers
+    )
 
 
 @contextlib.contextmanager

@@ -52,10 +52,15 @@ def searched(
     names: Mapping[Storage, str],
     report: Callable[[str], None],
     progress: Progress | None = None,
+    measure: Callable[[list[Tried]], list[Tried]] | None = None,
 ) -> list[Tried]:
     """What `decide` finds for these arguments, now or in an equal search before.
 
     Under several processes a collective call. An interruption leaves nothing behind.
+
+    Args:
+        groups, topology, mesh, memory, most, objective, names, report, progress: see `decide`.
+        measure: measures what was found (`measure.measured`), in all processes; None not to.
 
     Raises:
         AutoShardingError: as `decide`; in all processes.
@@ -90,9 +95,11 @@ def searched(
         return found
 
     key = hashlib.sha256("\n".join([sources.digest(), *lines]).encode()).hexdigest()
-    if agreement.client() is None:
-        return decided()
-    return _of_process_0(lines, decided)
+    found = decided() if agreement.client() is None else _of_process_0(lines, decided)
+    if measure is not None and found[0].measured_s is None:
+        found = measure(found)
+        _keep(key, found)
+    return found
 
 
 def _lines(groups: Groups, inputs: Sequence[int]) -> list[str]:

@@ -81,9 +81,11 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def _candidates(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [
-            ("candidate", "asked for", "modelled", "compiled", "modelled peak", "compiled peak")
-        ]
+        titles = ("candidate", "asked for", "modelled", "compiled", "modelled peak")
+        rows: list[tuple[str, ...]] = [(*titles, "compiled peak")]
+        is_measured = any(x.measured_s is not None for x in self.tried)
+        if is_measured:
+            rows[0] += ("measured",)
         for one in self.tried:
             solution = one.candidate.solution
             compiled = "-" if one.seconds is None else f"{one.seconds * 1e3:,.2f} ms"
@@ -98,6 +100,9 @@ class ShardingPlan:
                     peak,
                 )
             )
+            if is_measured:
+                took = one.measured_s
+                rows[-1] += ("-" if took is None else f"{took * 1e3:,.2f} ms",)
         return rows
 
     def code(self) -> str:
