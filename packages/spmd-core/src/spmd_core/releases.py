@@ -11,6 +11,7 @@ import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -51,11 +52,15 @@ _STANDS_IN |= dict.fromkeys(
     ),
     "spmd_core.control_flow",
 )
+_STANDS_IN["torch.distributed._composable.contract.STATE_KEY"] = (
+    "nothing: torch's own fully_shard and replicate run, which do not know the device"
+)
 _DICT_VERSION = "torch._C._dynamo.guards.dict_version"
 _STANDS_IN[_DICT_VERSION] = "captured steps compare all that dicts hold at each call"
 _NO_STAND_IN = {
     "aten": "torch's decomposition of what replaced it, or the host, which is counted",
     "jax": "nothing: what needs it raises ImportError",
+    "torch": "nothing: torch's own runs, which does not know the device",
 }
 
 # Names that this torch or jax lacks.
@@ -157,6 +162,34 @@ def overloads(by_name: dict[str, _T]) -> dict[torch._ops.OpOverload, _T]:
 def note_absent(name: str) -> None:
     """Has `versions` list something that this release lacks, with what stands in for it."""
     _absent[name] = _STANDS_IN[name]
+
+
+def has_torch_module(name: str) -> bool:
+    """Whether this torch has a module of this name, which is not imported for it.
+
+    `versions` lists it where it has not.
+    """
+    path = Path(torch.__file__).parent.joinpath(*name.split(".")[1:])
+    found = path.is_dir() or path.with_name(f"{path.name}.py").exists()
+    if not found:
+        _absent[name] = _STANDS_IN.get(name, _NO_STAND_IN["torch"])
+    return found
+
+
+def has_parts(module: ModuleType, *names: str) -> bool:
+    """Whether a module of torch has these names, such as `"Class._method"`.
+
+    `versions` lists those that it has not.
+    """
+    lacking = []
+    for name in names:
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            lacking.append(f"{module.__name__}.{name}")
+    _absent.update({name: _STANDS_IN.get(name, _NO_STAND_IN["torch"]) for name in lacking})
+    return not lacking
 
 
 def jax_module(name: str, *used: str) -> Any:

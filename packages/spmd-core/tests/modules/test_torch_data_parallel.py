@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import spmd_core as spmd
-from spmd_core.modules import fsdp_methods
+from spmd_core import releases
+from spmd_core.modules import fsdp_methods, torch_data_parallel
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel
 from spmd_core.runtime.processes import get_1d_mesh
 
@@ -374,3 +375,15 @@ def test_distributed_checkpoints(tmp_path, x):
         dcp.load(state, checkpoint_id=tmp_path / name)
         assert specs(other)[0] == ("fsdp", None)
         check(other, x)
+
+
+def test_a_function_that_contract_no_longer_decorates_is_left_alone_and_listed(monkeypatch):
+    monkeypatch.setattr(releases, "_absent", {})
+
+    def plain(module):
+        return module
+
+    torch_data_parallel._replace_in_contract(plain, print)
+    assert plain(1) == 1
+    (text,) = spmd.debugging.versions().absent.values()
+    assert "torch's own fully_shard and replicate run" in text

@@ -149,6 +149,17 @@ def test_methods(x, mesh):
         pass
 
 
+def test_the_units_of_a_model_are_listed(mesh):
+    model = nn.Sequential(net(), net())
+    for each in model:
+        FSDP(each, device_mesh=mesh)
+    assert not isinstance(model[0], FSDP) and hasattr(model[0], "set_reshard_after_forward")
+    assert FSDP.fsdp_modules(model) == [*model] == FSDP.fsdp_modules(model, root_only=True)
+    whole = FSDP(model, device_mesh=mesh)
+    assert FSDP.fsdp_modules(whole) == [whole, *model]
+    assert FSDP.fsdp_modules(whole, root_only=True) == [whole]
+
+
 def test_state_dict_types(mesh):
     model, expected = FSDP(net(), device_mesh=mesh), net().state_dict()
     with FSDP.state_dict_type(

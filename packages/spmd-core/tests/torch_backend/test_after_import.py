@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 
+from spmd_core import releases
 from spmd_core.torch_backend.after_import import _waiting, after_import
 
 
@@ -29,3 +30,18 @@ def test_the_change_is_made_once_and_the_module_is_as_ever(tmp_path, monkeypatch
     finally:
         sys.modules.pop("comes_later", None)
     assert "comes_later" not in _waiting
+
+
+def test_what_torch_lacks_is_listed_and_torch_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(releases, "_absent", dict(releases._absent))
+    seen = []
+    after_import("torch.distributed.no_such_module", seen.append)
+    after_import("torch.distributed.fsdp.api", seen.append, "StateDictType", "StateDictType._gone")
+    importlib.import_module("torch.distributed.fsdp.api")
+    assert not seen and "torch.distributed.no_such_module" not in _waiting
+    absent = releases.versions().absent
+    assert "torch.distributed.fsdp.api.StateDictType" not in absent
+    for name in ("no_such_module", "fsdp.api.StateDictType._gone"):
+        assert "torch's own runs" in absent[f"torch.distributed.{name}"]
+    after_import("torch.distributed.fsdp.api", seen.append, "StateDictType")
+    assert len(seen) == 1

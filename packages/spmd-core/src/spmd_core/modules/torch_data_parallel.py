@@ -18,6 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from spmd_core import releases
 from spmd_core.arguments import require_kind
 from spmd_core.errors import MeshError, UnsupportedOpError, WrapError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
@@ -142,12 +143,13 @@ def _refuse_argument(what: str, instead: str) -> NoReturn:
 
 def _replace_in_contract(function: Any, ours: Callable[..., Any]) -> None:
     """Makes a function that torch decorates by `contract` call another one for xla modules."""
-    (cell,) = (
-        cell
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
-        if name == "func"
-    )
-    theirs, names = cell.cell_contents, function.__globals__
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    names = function.__globals__
+    if "func" not in cells or not {"STATE_KEY", "REGISTRY_KEY"} <= set(names):
+        releases.note_absent("torch.distributed._composable.contract.STATE_KEY")
+        return
+    cell = cells["func"]
+    theirs = cell.cell_contents
 
     @functools.wraps(theirs)
     def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,23 +293,33 @@ def install() -> None:
     after_import(
         "torch.distributed.fsdp._fully_shard._fully_shard",
         lambda m: _replace_in_contract(m.fully_shard, _fully_shard),
+        "fully_shard",
     )
     for name in ("replicate", "replicate_with_fsdp"):
         after_import(
             f"torch.distributed._composable.{name}",
             lambda m: _replace_in_contract(m.replicate, _refuse_replicas),
+            "replicate",
         )
     after_import(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         lambda m: torch_fsdp.install(m, _first_is_for_xla, _make_fsdp),
+        *torch_fsdp.CHANGED,
     )
     after_import(
         "torch.distributed.pipelining.stage",
         lambda m: _guard(m._PipelineStageBase, _refuse_stage, _first_is_for_xla),
+        "_PipelineStageBase",
     )
-    after_import("torch.distributed.pipelining._IR", _guard_tracing)
-    after_import("torch.distributed.optim.zero_redundancy_optimizer", _guard_zero)
-    after_import("torch.distributed.checkpoint._state_dict_stager", _stage_by_copies)
+    after_import("torch.distributed.pipelining._IR", _guard_tracing, "Pipe.from_tracing")
+    after_import(
+        "torch.distributed.optim.zero_redundancy_optimizer", _guard_zero, "ZeroRedundancyOptimizer"
+    )
+    after_import(
+        "torch.distributed.checkpoint._state_dict_stager",
+        _stage_by_copies,
+        "StateDictStager._offload_tensor",
+    )
 
 
 def _holds_xla(module: Any) -> bool:

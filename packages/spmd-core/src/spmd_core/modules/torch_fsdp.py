@@ -1,13 +1,13 @@
 """torch's FSDP1 on device `xla`: its constructor makes a module a unit of `fully_shard`, in place.
 
 `FullyShardedDataParallel(module, ...)` returns the module itself, so names in `state_dict()` stay
-as they are, as FSDP1 has them too. It has the methods of `fsdp_methods` and those below. What would
-change values, or where they are, is refused by its name.
+as they are, as FSDP1 has them too, and its class stays what it is: `isinstance(module, FSDP)` is
+False, and `FSDP.fsdp_modules(module)` lists the units. It has the methods of `fsdp_methods` and
+those below. What would change values, or where they are, is refused by its name.
 """
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -29,6 +29,14 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 # Attributes of a module: what `state_dict()` returns, and whether the unit casts its inputs when it
 # is inside of another one.
 _SETTINGS, _CASTS_INSIDE = "_spmd_state_dict_settings", "_spmd_casts_inside"
+# The parts of torch's module of FSDP1 that `install` needs.
+_REPLACED = ("set_state_dict_type", "get_state_dict_type", "summon_full_params", "fsdp_modules")
+_REPLACED_OF_OPTIMIZERS = ("optim_state_dict", "optim_state_dict_to_load")
+CHANGED = (
+    *("StateDictSettings", "StateDictType", "FullStateDictConfig", "FullOptimStateDictConfig"),
+    "ShardedStateDictConfig",
+    *(f"FullyShardedDataParallel.{name}" for name in (*_REPLACED, *_REPLACED_OF_OPTIMIZERS)),
+)
 
 
 def refuse(what: str, instead: str) -> NoReturn:
@@ -301,6 +309,15 @@ def _summon_full_params(
     yield
 
 
+def _units(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+    """`FSDP.fsdp_modules`: the modules that are units, or those of them in no other unit."""
+    if unit_of(module) is not None and root_only:
+        return [module]
+    if not root_only:
+        return [one for one in module.modules() if unit_of(one) is not None]
+    return [unit for child in module.children() for unit in _units(child, root_only=True)]
+
+
 def _optimizer_states(name: str) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(
@@ -340,11 +357,15 @@ def install(
         return make(**dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:]))
 
     cls.__new__ = new
-    api = importlib.import_module("torch.distributed.fsdp.api")
-    _replace(cls, "set_state_dict_type", functools.partial(_set_state_dict_type, api))
-    _replace(cls, "get_state_dict_type", functools.partial(_settings, api))
-    _replace(cls, "summon_full_params", _summon_full_params)
-    for name in ("optim_state_dict", "optim_state_dict_to_load"):
+    ours = (
+        functools.partial(_set_state_dict_type, module),
+        functools.partial(_settings, module),
+        _summon_full_params,
+        _units,
+    )
+    for name, function in zip(_REPLACED, ours):
+        _replace(cls, name, function)
+    for name in _REPLACED_OF_OPTIMIZERS:
         _replace(cls, name, _optimizer_states(name))
     for name in ("full_optim_state_dict", "sharded_optim_state_dict"):
         if hasattr(cls, name):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from spmd_core import releases
+
 Change = Callable[[ModuleType], None]
 
 # The changes of modules that are not imported yet, by the module's name.
@@ -17,13 +19,25 @@ Change = Callable[[ModuleType], None]
 _waiting: dict[str, list[Change]] = {}
 
 
-def after_import(name: str, change: Change) -> None:
-    """Calls `change(module)` once: now, or right after the import of the module of this name."""
+def after_import(name: str, change: Change, *parts: str) -> None:
+    """Calls `change(module)` once: now, or right after the import of the module of this name.
+
+    Where this torch lacks the module, or a name of it in `parts` that the change needs, torch stays
+    as it is, and `releases.versions` lists what is missing.
+    """
+    if name.startswith("torch.") and not releases.has_torch_module(name):
+        return
+    if parts:
+        change = _if_it_has(parts, change)
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         change(module)
     else:
         _waiting.setdefault(name, []).append(change)
+
+
+def _if_it_has(parts: Sequence[str], change: Change) -> Change:
+    return lambda module: change(module) if releases.has_parts(module, *parts) else None
 
 
 class _Finder:
