@@ -1,10 +1,13 @@
 """The lines of torch's tutorial that divide head counts, before and after a plan."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import spmd_core as spmd
@@ -77,6 +80,57 @@ def test_the_tutorials_lines_run(num_devices, ours, kv_heads):
         assert len(seen) == 1 and seen[0].filename == __file__
     assert (model.attention.n_heads, model.attention.n_kv_heads) == (16, kv_heads)
     torch.testing.assert_close(model(x.to("xla")).cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+class Short(nn.Module):
+    """Names no width of a head; one layer computes queries, keys and values if `fused`."""
+
+    def __init__(self, kept, fused):
+        super().__init__()
+        self.heads, self.fused = 16, fused
+        vars(self).update(kept)
+        self.qkv = nn.Linear(64, 192) if fused else nn.ModuleList()
+        if not fused:
+            self.wq, self.wk, self.wv = (nn.Linear(64, 64) for _ in range(3))
+        self.wo, self.up = nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, x):
+        parts = (
+            self.qkv(x).view(*x.shape[:2], 3, 64).unbind(2)
+            if self.fused
+            else (self.wq(x), self.wk(x), self.wv(x))
+        )
+        q, k, v = (part.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for part in parts)
+        out = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.wo(out.flatten(2)) + self.up(x)[..., :64]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"head_size": 4},
+        {"scale": 4**-0.5},
+        {"config": types.SimpleNamespace(heads=16)},
+        {"args": {"heads": 16}},
+    ],
+    ids=lambda kept: next(iter(kept)),
+)
+def test_the_width_of_a_head_is_found_where_modules_keep_it(num_devices, kept, fused):
+    if num_devices == 1:
+        return  # there is nothing to divide by
+    torch.manual_seed(0)
+    model, x = Short(kept, fused), torch.randn(2, 8, 64)
+    expected = model(x)
+    mesh = init_device_mesh("xla", (num_devices,))
+    plan = {"up": ColwiseParallel(output_layouts=Replicate()), "wo": RowwiseParallel()}
+    plan |= dict.fromkeys(["qkv"] if fused else ["wq", "wk", "wv"], ColwiseParallel())
+    model.heads //= mesh.size()
+    with pytest.warns(UserWarning, match="heads from 2 to 16"):
+        parallelize_module(model, mesh, plan)
+    torch.testing.assert_close(model(x.to("xla")).cpu(), expected, rtol=1e-4, atol=1e-5)
+    parallelize_module(model, mesh, plan)  # whole now: warns of nothing
+    assert model.heads == 16
 
 
 def test_whole_counts_and_other_modules_are_left_alone(num_devices):

@@ -4,6 +4,7 @@ There a process has local blocks, so the tutorial sets `attention.n_heads //= tp
 `parallelize_module`. Here tensors are global, and so are the counts.
 """
 
+import math
 import re
 import warnings
 from typing import Any
@@ -13,15 +14,21 @@ from torch import nn
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-_COUNT = re.compile(r"(n|num)_(\w+_)?heads?")
+_COUNT = re.compile(r"(n|num)_(\w+_)?heads?|n?heads?")
+# Where modules keep the width of a head, the factor of their scores, and the counts of the model.
+_WIDTHS = re.compile(r"(attention_)?head_(dim|size|width)|(dim|size)_(per_)?head|d_(head|k|kv)")
+_SCALES = re.compile(r"((softmax|attn|attention)_)?(scale|scaling)(_factor)?")
+_CONFIGS = ("config", "cfg", "args", "model_args", "params")
 
 
 def restore_head_counts(root: nn.Module, mesh: Mesh, axes: tuple[int, ...], *, depth: int) -> None:
     """Sets divided head counts of the modules inside back to their whole values, with a warning.
 
-    A module has divided counts if it has an attribute `head_dim`, and its counts times the number
-    of devices along the axes, and not its counts themselves, are the heads that its linear layers
-    which the axes split by columns compute. A module for which that does not hold is left alone.
+    A module has divided counts if its counts times the number of devices along the axes, and not
+    its counts themselves, are the heads that its linear layers which the axes split by columns
+    compute. That takes the width of a head: an attribute such as `head_dim`, or a scale that is its
+    inverse root. Without these, the counts of the configuration that the module keeps decide. A
+    module that has none of them is left alone, as nothing in it tells.
 
     Args:
         root: the module to which a plan was applied.
@@ -53,22 +60,50 @@ def restore_head_counts(root: nn.Module, mesh: Mesh, axes: tuple[int, ...], *, d
 
 def _divided_counts(module: nn.Module, axes: tuple[int, ...], size: int) -> dict[str, int]:
     """The attributes of a module that are head counts, if they were divided; else none."""
-    head_dim = module.__dict__.get("head_dim")
-    if not _is_count(head_dim):
-        return {}
+    own = module.__dict__
     counts = {
-        name: value
-        for name, value in module.__dict__.items()
-        if _COUNT.fullmatch(name) and _is_count(value)
+        name: value for name, value in own.items() if _COUNT.fullmatch(name) and _is_count(value)
     }
     widths = {
         layer.out_features
         for layer in module.children()
         if isinstance(layer, nn.Linear) and _split_by_columns(layer, axes)
     }
-    if not widths or {count * size * head_dim for count in counts.values()} != widths:
+    if not counts or not widths:
         return {}
-    return counts
+    whole = {name: count * size for name, count in counts.items()}
+    head_dim = _head_dim(own)
+    if head_dim is not None:
+        is_divided = _compute(whole, head_dim, widths) and not _compute(counts, head_dim, widths)
+    else:
+        configs = [own[name] for name in _CONFIGS if own.get(name) is not None]
+        is_divided = any(
+            all(_field(config, name) == count for name, count in whole.items())
+            for config in configs
+        )
+    return counts if is_divided else {}
+
+
+def _head_dim(attributes: dict[str, Any]) -> int | None:
+    for name, value in attributes.items():
+        if _WIDTHS.fullmatch(name) and _is_count(value):
+            return int(value)
+    for name, value in attributes.items():
+        if _SCALES.fullmatch(name) and isinstance(value, float) and 0 < value < 1:
+            width = round(value**-2)
+            if math.isclose(width**-0.5, value, rel_tol=1e-6):
+                return width
+    return None
+
+
+def _compute(counts: dict[str, int], head_dim: int, widths: set[int]) -> bool:
+    """Whether layers of these widths compute so many heads, each by its own layer or by one."""
+    heads = {count * head_dim for count in counts.values()}
+    return heads <= widths or max(heads) + 2 * min(heads) in widths
+
+
+def _field(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 def _is_count(value: Any) -> bool:
