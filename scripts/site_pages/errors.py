@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Sequence
 
 from scripts.site_pages.messages import Message, messages
 from spmd_core import errors
@@ -29,7 +30,7 @@ def _is_error(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Exception)
 
 
-def _contents(names: list[str], found: list[Message]) -> str:
+def _contents(names: list[str], found: Sequence[Message]) -> str:
     counts = {name: sum(one.kind == name for one in found) for name in names}
     listed = ", ".join(
         f"[{name}](#{_anchor(name)}) ({count})" for name, count in counts.items() if count
@@ -41,13 +42,17 @@ def _anchor(name: str) -> str:
     return name.lower()
 
 
-def _section(name: str, text: str, found: list[Message]) -> str:
+def _section(name: str, text: str, found: Sequence[Message]) -> str:
     shown = [f"## {name}\n\n{text}\n"]
+    # Texts that differ in what was got are one entry.
+    entries: dict[tuple[str, str, str], list[str]] = {}
     for message in (one for one in found if one.kind == name):
         rule, got, cure = (_escaped(part) for part in message.parts())
-        lines = [f"*got* {got}"] if got else []
+        entries.setdefault((rule, cure, message.source), []).append(got)
+    for (rule, cure, source), gots in entries.items():
+        lines = [f"*got* {got}" for got in gots if got]
         lines += [f"*do:* {cure}"] if cure else []
-        lines.append(f"`{message.source}`{{.source}}")
+        lines.append(f"`{source}`{{.source}}")
         shown.append(f"**{rule}**\n: " + "\\\n  ".join(lines) + "\n")
     return "\n".join(shown)
 

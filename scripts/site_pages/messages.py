@@ -2,9 +2,12 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from scripts.site_pages import texts
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -14,8 +17,11 @@ SOURCES = {
 }
 # Those of our own invariants, and those that never leave a function.
 _INTERNAL = ("AssertionError", "GrowthRefusedError", "StopIteration", "WrittenError", "SystemExit")
-_RULE = re.compile(r"^(?P<rule>.*?)[;,:] got (?P<got>.*?)(?:\.(?: (?P<cure>.*))?)?$")
-_SEEN = re.compile(r"^(?P<rule>[^.;]*); (?P<got>.*?)\. (?P<cure>.*)$")
+# What was got may end with a text of another library, which ends with its line.
+_CURE = r"(?:\.|(?<=›)(?= [A-Z]))(?: (?P<cure>.*))"
+_RULE = re.compile(rf"^(?P<rule>.*?)[;,:] got (?P<got>.*?)(?:{_CURE}?)?$")
+_SEEN = re.compile(rf"^(?P<rule>[^.;]*); (?P<got>.*?){_CURE}$")
+_SENTENCE = re.compile(r"\.(\s|$)")
 
 
 @dataclass(frozen=True)
@@ -42,95 +48,66 @@ class Message:
         return found["rule"], found["got"], found["cure"] or ""
 
 
-def messages() -> list[Message]:
+@cache
+def messages() -> tuple[Message, ...]:
     """All texts of the three packages, each once, in the order of the files."""
     found: dict[Message, None] = {}
     for package, folder in SOURCES.items():
         for path in sorted(folder.rglob("*.py")):
             source = f"{package}/{path.relative_to(folder).as_posix()}"
-            for kind, text in _of_file(ast.parse(path.read_text())):
+            for kind, text in _of_file(path):
                 found[Message(kind, " ".join(text.split()), source)] = None
-    return [*found]
+    return (*found,)
 
 
-def _of_file(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for scope in ast.walk(tree):
-        if not isinstance(scope, (ast.FunctionDef, ast.Module)):
-            continue
-        texts = _constants(scope)
-        for node in _own(scope):
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            kind = _kind(node)
-            if kind in ("refuse", "refused"):
-                parts = [_text(one, texts) for one in node.args[:3]]
-                if len(parts) == 3 and all(parts):
-                    yield "NotImplementedError", f"{parts[0]} {parts[1]}. {parts[2]}"
-            elif kind:
-                text = _text(node.args[0], texts)
-                if text and len(re.sub(r"‹[^›]*›", "", text).split()) > 2 and "." in text:
+def _of_file(path: Path) -> Iterator[tuple[str, str]]:
+    module = texts.of_module(path, tuple(SOURCES.items()))
+    for scope in ast.walk(texts.parsed(path)):
+        if isinstance(scope, (ast.FunctionDef, ast.Module)):
+            calls = [one for one in texts.own(scope) if isinstance(one, ast.Call)]
+            for kind, text in _raised(calls, module, scope):
+                is_form = _is_refusal(getattr(scope, "name", "")) and text.endswith("›")
+                words = re.sub(r"‹[^›]*›", "", text).split()
+                if len(words) > 2 and _SENTENCE.search(text) and not is_form:
                     yield kind, text
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope without those of the functions in it."""
-    for child in ast.iter_child_nodes(scope):
-        if not isinstance(child, ast.FunctionDef):
-            yield child
-            yield from _own(child)
+def _raised(
+    nodes: Iterable[ast.AST], outer: texts.Names, scope: ast.AST | None = None
+) -> Iterator[tuple[str, str]]:
+    """Class and text of what calls among the nodes make, with what they pass to refusals.
+
+    Args:
+        nodes: the nodes.
+        outer: what names stand for there, or outside of the scope.
+        scope: the function or module that has the nodes, if it gives names texts.
+    """
+    names = None if scope is not None else outer
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        kind, called = _kind(node), node.func.id if isinstance(node.func, ast.Name) else ""
+        if not ((kind and node.args) or _is_refusal(called)):
+            continue
+        if names is None:
+            names = outer.within(scope)
+        if kind:
+            yield from ((kind, text) for text in texts.texts(node.args[0], names))
+        elif called in names.functions:
+            function, theirs = names.functions[called]
+            # The function itself, or one that it returns.
+            yield from _raised(ast.walk(function), texts.given(node, function, names, theirs))
+
+
+def _is_refusal(name: str) -> bool:
+    return name.strip("_").startswith("refuse")
 
 
 def _kind(call: ast.Call) -> str | None:
     """The class of exception that a call makes, "Warning" for one that warns, else None."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name in ("refuse", "refused"):
-        return name
     if name == "warn":
         return "Warning"
     is_error = name.endswith("Error") and not name.startswith("_") and name not in _INTERNAL
     return name if is_error and name[0].isupper() else None
-
-
-def _constants(scope: ast.AST) -> dict[str, str]:
-    """The texts that a function gives to names, each of one assignment."""
-    texts: dict[str, str | None] = {}
-    for node in _own(scope):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            texts[name] = None if name in texts else _text(node.value, {})
-    return {name: text for name, text in texts.items() if text}
-
-
-def _text(node: ast.AST, texts: dict[str, str]) -> str | None:
-    """The text of an expression, with gaps; None if it is not one that can be read here."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.Name):
-        return texts.get(node.id)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_gap_or_text(one, texts) for one in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = (_text(one, texts) or _gap(one) for one in (node.left, node.right))
-        return left + right
-    if isinstance(node, ast.IfExp):
-        return _text(node.body, texts)
-    return None
-
-
-def _gap_or_text(node: ast.AST, texts: dict[str, str]) -> str:
-    if isinstance(node, ast.FormattedValue):
-        inside = node.value
-        return (isinstance(inside, ast.Name) and texts.get(inside.id)) or _gap(inside)
-    return _text(node, texts) or ""
-
-
-def _gap(node: ast.AST) -> str:
-    """`‹name›` for a name or an attribute, `‹…›` for more."""
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        name = node.id if isinstance(node, ast.Name) else node.attr
-        words = "type" if name == "__name__" else name.strip("_").lower().replace("_", " ")
-        return f"‹{words}›"
-    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-        return _gap(node.args[0])
-    return "‹…›"

@@ -56,6 +56,49 @@ def test_the_texts_of_raised_errors_are_found():
     assert any(re.fullmatch(pattern, str(raised.value), re.S) for pattern in patterns)
 
 
+SOURCE = """
+WHO = "nobody"
+def refuse(what, instead):
+    raise MeshError(f"a mesh has axes; got {what}. {instead}")
+def advice(a):
+    if a:
+        return "Name one."
+    return f"Name one of {a}."
+def f(a, b):
+    found = "one"
+    if a:
+        found += " more"
+    elif b:
+        found = str(b)
+    raise MeshError(f"{'rule of ' if a else ''}the {WHO}; got {found}. " + advice(a))
+def g(a):
+    refuse(f"a list of {a.shape}", "Give a tuple." if a else "Give an int.")
+    warnings.warn("a is b; got {}. Do c.".format(a))
+"""
+
+
+def test_texts_of_all_branches_helpers_and_refusals_are_read(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text(SOURCE)
+    monkeypatch.setattr(messages, "SOURCES", {"one": tmp_path})
+    found = {(one.kind, one.text) for one in messages.messages.__wrapped__()}
+    assert found == {
+        *(
+            ("MeshError", f"‹…›the nobody; got {got}. {cure}")
+            for got in ("one", "one more", "‹found›")
+            for cure in ("Name one.", "Name one of ‹a›.")
+        ),
+        ("MeshError", "a mesh has axes; got a list of ‹shape›. Give a tuple."),
+        ("MeshError", "a mesh has axes; got a list of ‹shape›. Give an int."),
+        ("Warning", "a is b; got ‹a›. Do c."),
+    }
+
+
+def test_messages_of_our_own_classes_say_what_to_do():
+    own = {name for name in vars(spmd.errors) if name.endswith("Error")}
+    bare = [one.text for one in messages.messages() if one.kind in own and not one.parts()[2]]
+    assert bare == []
+
+
 def test_each_setting_and_variable_is_described():
     made, page = settings.page(), (ROOT / "docs/reference/settings.md").read_text()
     for name in vars(spmd.config):

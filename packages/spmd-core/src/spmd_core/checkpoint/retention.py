@@ -42,9 +42,15 @@ class Retention:
         for name in ("keep", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is a whole number from 1, or None; got {value!r}.")
+                raise ValueError(
+                    f"{name} is a whole number from 1, or None; got {value!r}. Write for instance "
+                    f"{name}=3."
+                )
         if self.keep_for_s is not None and not self.keep_for_s >= 0:
-            raise ValueError(f"keep_for_s counts seconds, from 0; got {self.keep_for_s!r}.")
+            raise ValueError(
+                f"keep_for_s counts seconds, from 0; got {self.keep_for_s!r}. Write for instance "
+                "keep_for_s=3600.0, or leave it out."
+            )
 
     def metric(self) -> tuple[str, int] | None:
         """The metric of `keep_best`, and 1 if low values are good or -1."""

@@ -117,7 +117,10 @@ def all_reduce(x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor:
     """
     group = _group(x, axes, "all_reduce")
     if op not in ("sum", "mean", "max", "min"):
-        raise ValueError(f"all_reduce computes 'sum', 'mean', 'max' or 'min'; got {op!r}.")
+        raise ValueError(
+            f"all_reduce computes 'sum', 'mean', 'max' or 'min'; got {op!r}. Write one of these, "
+            "or all_gather, and compute with what it returns."
+        )
     call = ("all_reduce", (list(group.names), op))
     if op in ("sum", "mean"):
         return _apply(x, call, call)

@@ -207,7 +207,8 @@ def shard_map(
         if len(args) != len(specs):
             raise PartitionSpecError(
                 "in_specs has one partition spec for each argument; "
-                f"got {len(specs)} specs and {len(args)} arguments."
+                f"got {len(specs)} specs and {len(args)} arguments. Write () for an argument "
+                "that each device gets whole."
             )
         if current_region.get() is not None:
             raise SpmdError(
@@ -224,7 +225,8 @@ def shard_map(
         if not isinstance(out_specs, (tuple, list)) or len(out_specs) != len(results):
             raise PartitionSpecError(
                 "out_specs has one partition spec for each result; "
-                f"got {out_specs!r} for {len(results)} results."
+                f"got {out_specs!r} for {len(results)} results. Write a list of specs, with () "
+                "for a result that is the same on each device."
             )
         return type(results)(
             leave(result, manual, spec) for result, spec in zip(results, out_specs)

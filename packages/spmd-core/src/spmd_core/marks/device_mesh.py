@@ -198,7 +198,8 @@ def _local_rank_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
     if coordinate is None:
         raise RuntimeError(
             "only a device of the mesh has a rank in it; "
-            f"device {own_rank()}, the first of this process, is not one of {self}'s."
+            f"device {own_rank()}, the first of this process, is not one of {self}'s. Ask where "
+            "mesh.get_coordinate() is not None."
         )
     return coordinate[dim]
 

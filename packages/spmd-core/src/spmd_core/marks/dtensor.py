@@ -182,7 +182,8 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
     if count == 2:
         warnings.warn(
             f"{what} takes (module, "
-            f"{what[:-3]}s, device_mesh); two arguments are deprecated in torch.",
+            f"{what[:-3]}s, device_mesh); two arguments are deprecated in torch. Give the function "
+            "the module as its first argument.",
             FutureWarning,
             stacklevel=3,
         )
