@@ -21,6 +21,7 @@ them fails.
   SPMD_TEST_DEVICES=1|2|8   only on so many emulated devices
   SPMD_TEST_JOBS=3          worker processes; one process where arguments are given, so that
                             -s and --pdb work
+  SPMD_TEST_PJRT_PLUGIN=x.so   also tests of a plugin that jax loads (docs/guides/plugins.md)
   PYTHON=python3.11         the interpreter that makes .venv
 
 examples:

@@ -52,6 +52,22 @@ print(startup.device_type(), devices.is_started(), devices.platform(), startup.d
     assert run(code).splitlines() == ["TPU False", "CPU False cpu CPU"]
 
 
+@pytest.mark.parametrize("platform", ["cuda", "nosuch"])
+def test_a_platform_that_jax_cannot_start_is_named_with_the_cure(platform):
+    """For "cuda", where no plugin has it, jax raises an AssertionError without a text."""
+    code = f"""
+import jax, spmd_core as spmd
+jax.config.update("jax_platforms", {platform!r})
+try:
+    spmd.global_runtime_device_count()
+except spmd.errors.SpmdError as error:
+    print(error)
+"""
+    (text,) = run(code).splitlines()
+    assert text.startswith("JAX_PLATFORMS, or the default of jax, asks for a platform that jax")
+    assert text.endswith("Unset it, or install jax for that platform.") and ": ." not in text
+
+
 def test_processes_join_before_the_first_use():
     with pytest.raises(
         spmd.errors.SpmdError,

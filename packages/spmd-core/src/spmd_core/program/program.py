@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import jaxlib
 import numpy as np
 
 from spmd_core import counters, source_lines
@@ -192,14 +193,19 @@ def explained(
     """
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
-        options, advice = "", ""
+        options, correction = "", ""
         if graph.options:
             options = f" under spmd.config.compiler_options {dict(graph.options)}"
-            if "No such compile option" in text:
-                advice = ". Correct the option's name, or assign {} for none."
+        if "No such compile option" in text:
+            correction = (
+                ". Correct the option's name, or assign {} for none."
+                if graph.options
+                else f". It is set on CPUs, as the XLA of jaxlib {jaxlib.__version__} has it: take "
+                "a plugin that was built from that XLA or a newer one."
+            )
         return ProgramError(
             f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) "
-            f"failed{options}: {text}{advice}"
+            f"failed{options}: {text}{correction}"
         )
     advice = "Shard more, lower the batch, or checkpoint activations."
     if graph.growth is not None:

@@ -120,10 +120,11 @@ def _start() -> tuple[jax.Device, ...]:
     try:
         with contextlib.nullcontext() if is_named else libtpu_without_tpus():
             found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # jax asserts that it has found a platform
+        asked = f"PJRT_DEVICE={wanted}" if wanted else "JAX_PLATFORMS, or the default of jax,"
         raise SpmdError(
-            f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. "
-            "Unset it, or install jax for that platform."
+            f"{asked} asks for a platform that jax cannot start here: "
+            f"{str(error) or 'it found no device'}. Unset it, or install jax for that platform."
         ) from error
     if found[0].platform == "cpu":
         host_memory.keep_mapped()
