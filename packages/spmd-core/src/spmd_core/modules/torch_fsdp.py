@@ -357,7 +357,7 @@ def install(
         return make(**dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:]))
 
     cls.__new__ = new
-    ours = (
+    ours: tuple[Callable[..., Any], ...] = (
         functools.partial(_set_state_dict_type, module),
         functools.partial(_settings, module),
         _summon_full_params,
