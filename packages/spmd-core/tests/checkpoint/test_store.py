@@ -92,11 +92,12 @@ def test_each_chunk_is_read_once_into_whatever_blocks_need_it(tmp_path, mesh_2d,
             assert len(read) - 1 == (once if target is targets[0] else 2 * once)  # and `random`
 
 
-def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorstore", None)
+@pytest.mark.parametrize("package", ["tensorstore", "google_crc32c"])
+def test_without_the_extra_the_import_says_what_to_install(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith("spmd_core.checkpoint")]:
         monkeypatch.delitem(sys.modules, name)
-    told = r"package tensorstore; got .* Run: pip install 'spmd-core\[checkpoint\]'"
+    told = rf"got .*{package}.* Run: pip install 'spmd-core\[checkpoint\]'"
     with pytest.raises(ImportError, match=told):
         _ = spmd.CheckpointManager
 

@@ -9,8 +9,9 @@ From a state to the disk and back, and the file of each step:
       └─► arrays       name -> a tensor, or a row of a stacked one
             │  blocks.py    each distinct block has one owner among the devices that hold it
             │  staging.py   this process's blocks, copied to host memory; `save` returns
-            │  database.py  behind the program: zarr 3 in OCDBT by tensorstore, one database for
-            │               each process
+            │  database.py  behind the program: zarr 3 in OCDBT, one database for each process
+            │    disk.py    on a disk: chunks by direct.py, past the system's cache of files, and
+            │               their index by ocdbt.py; in a store of objects, by tensorstore
             │  writer.py    these merged, and Orbax's files beside; the step renamed, last
             │  meetings.py  several processes: all go on, or all learn that one has failed
             ▼  retention.py then: which steps go

@@ -84,3 +84,17 @@ def _smaller(chunk: int, block: int, *, must_divide: bool) -> int:
     if not must_divide:
         return -(-chunk // 2)
     return next(size for size in range(chunk // 2, 0, -1) if block % size == 0) if chunk > 1 else 1
+
+
+def in_chunks(index: Sequence[slice], chunks: Sequence[int]) -> list[tuple[slice, ...]]:
+    """A block in parts of which each lies in one chunk."""
+    parts: list[tuple[slice, ...]] = [()]
+    for s, size in zip(index, chunks):
+        starts = range(s.start, s.stop, size) or [s.start]
+        parts = [(*p, slice(a, min(a + size, s.stop))) for p in parts for a in starts]
+    return parts
+
+
+def relative(part: Sequence[slice], of: Sequence[slice]) -> tuple[slice, ...]:
+    """A part of a block by slices of that block."""
+    return tuple(slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, of))

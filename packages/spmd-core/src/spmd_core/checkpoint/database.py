@@ -1,8 +1,8 @@
-"""Writes blocks of arrays by tensorstore: zarr 3 in an OCDBT database, a checksum for each chunk.
+"""Writes blocks of arrays as zarr 3 in an OCDBT database, and merges those of several processes.
 
-Chunks go into the database by transactions of many at a time, as each commit costs several waits
-for the disk. tensorstore refers to the blocks and does not copy them; data files are written by
-several threads, so that one file is on its way to the disk while another is being filled.
+On a disk, `disk.py` writes them. In a store of objects, tensorstore does: by transactions of many
+chunks at a time, as each commit costs several waits; it refers to the blocks and does not copy
+them.
 """
 
 import os
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from spmd_core.checkpoint.remote import CONTEXT, Folder, url
+from spmd_core.checkpoint import disk
+from spmd_core.checkpoint.blocks import in_chunks, relative
+from spmd_core.checkpoint.remote import CONTEXT, Folder, RemotePath, url
 from spmd_core.checkpoint.staging import Staged
 
 # A transaction has so many bytes; as many transactions are committed at a time.
@@ -23,27 +25,28 @@ _BATCH_BYTES, _NUM_COMMITS = 128 << 20, 2
 # Data files are at least and at most of this size, and larger ones for more bytes.
 _FILE_BYTES = 32 << 20, 128 << 20
 _MANY_FILES = 64
-# Of tensorstore's threads: beside a thread of the program, each gets a tenth of a core.
-_NICE = 10
-_CODECS = [
-    {"name": "bytes", "configuration": {"endian": "little"}},
-    {"name": "crc32c"},
-]
 # Nobody else writes into the folder of a step: files need no lock.
 _CONTEXT = ts.Context({"file_io_locking": {"mode": "none"}}, CONTEXT)
 
 
 def write(arrays: Mapping[str, Staged], folder: Folder) -> None:
-    """Writes this process's blocks into a new database; waits until they are on the disk.
+    """Writes this process's blocks into a new database; waits until they are there to stay.
 
     Args:
         arrays: by name; those without blocks are left to other processes.
         folder: of the database; is made.
 
     Raises:
-        OSError, ValueError: as tensorstore reports what the disk or the store refuses.
+        OSError, ValueError: what the disk or the store refuses.
     """
     mine = {name: array for name, array in arrays.items() if array.blocks}
+    if isinstance(folder, RemotePath):
+        _write_remote(mine, folder)
+    else:
+        disk.write(mine, folder)
+
+
+def _write_remote(mine: Mapping[str, Staged], folder: RemotePath) -> None:
     num_bytes = sum(block.nbytes for array in mine.values() for _, block in array.blocks)
     # What lies in memory:// stays there, and the next save would overwrite it.
     refers = not url(folder).startswith("memory://")
@@ -66,7 +69,7 @@ def write(arrays: Mapping[str, Staged], folder: Folder) -> None:
             commits.finish()
         for name, array in mine.items():
             for index, block in array.blocks:
-                for part in _chunks(index, array.chunks):
+                for part in in_chunks(index, array.chunks):
                     commits.write(opened[name], part, block[relative(part, index)], refers=refers)
         commits.next()
     finally:
@@ -134,31 +137,9 @@ def _spec(name: str, array: Staged, folder: Folder, num_bytes: int) -> dict[str,
             "target_data_file_size": min(max(least, num_bytes // _MANY_FILES), most),
             "assume_config": True,
         },
-        "metadata": {
-            "shape": list(array.shape),
-            "data_type": array.dtype.name,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(array.chunks)},
-            },
-            "codecs": _CODECS,
-        },
+        "metadata": disk.zarr_metadata(array),
         "store_data_equal_to_fill_value": True,  # a chunk that is missing is an error
     }
-
-
-def _chunks(index: tuple[slice, ...], chunks: Sequence[int]) -> list[tuple[slice, ...]]:
-    """A block in chunks."""
-    parts: list[tuple[slice, ...]] = [()]
-    for s, size in zip(index, chunks):
-        starts = range(s.start, s.stop, size) or [s.start]
-        parts = [(*p, slice(a, min(a + size, s.stop))) for p in parts for a in starts]
-    return parts
-
-
-def relative(part: Sequence[slice], of: Sequence[slice]) -> tuple[slice, ...]:
-    """A part of a block by slices of that block."""
-    return tuple(slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, of))
 
 
 def _give_way() -> None:
@@ -171,7 +152,7 @@ def _give_way() -> None:
     for task in tasks.iterdir() if tasks.is_dir() else ():
         with suppress(OSError):  # it has ended; or the system forbids it, and it goes on as before
             if (task / "comm").read_text().startswith("ts_pool"):
-                os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)
+                os.setpriority(os.PRIO_PROCESS, int(task.name), disk.NICE)
 
 
 def merge(folder: Folder, databases: Sequence[Folder]) -> None:

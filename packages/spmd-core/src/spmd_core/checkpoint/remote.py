@@ -16,12 +16,13 @@ from typing import Any
 from spmd_core.errors import CheckpointError
 
 NEEDED = (
-    "checkpoints are written with the package tensorstore; got {}. "
+    "checkpoints are written with the packages tensorstore and google-crc32c; got {}. "
     "Run: pip install 'spmd-core[checkpoint]'"
 )
-"""The error's text, without its cause, where the package is missing."""
+"""The error's text, without its cause, where one of the packages is missing."""
 
 try:
+    import google_crc32c  # noqa: F401 - ocdbt.py has it
     import tensorstore as ts
 except ImportError as missing:
     raise ImportError(NEEDED.format(missing)) from missing

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from spmd_core import dtypes
-from spmd_core.checkpoint.database import relative
+from spmd_core.checkpoint.blocks import relative
 from spmd_core.checkpoint.folder import whole_steps
 from spmd_core.checkpoint.remote import CONTEXT, Folder, url
 from spmd_core.errors import CheckpointError
