@@ -161,5 +161,6 @@ def planned(
         random = restoration.new(about["random"]["shape"], torch.uint8)
         restoration.fill("random", about["random"], parts.Entry(random))
         restoration.afterwards.append(lambda: torch.set_rng_state(random))
-    restoration.check_arrays([*parts.nodes(about["parts"])])
+    others = [about["random"]] if is_whole else []
+    restoration.check_arrays([*parts.nodes(about["parts"]), *others])
     return restoration, restored
