@@ -48,6 +48,9 @@ class Candidate:
 def mesh_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of meshes of all devices with at most three axes, those of few axes first.
 
+    Of two axes after the first one only the order with the larger one first: they differ in nothing
+    that the model knows.
+
     Example:
         >>> mesh_shapes(8)
         ((8,), (2, 4), (4, 2), (2, 2, 2))
@@ -61,7 +64,7 @@ def mesh_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
             product = 1
             for n in shape:
                 product *= n
-            if product == num_devices:
+            if product == num_devices and shape[1:] == tuple(sorted(shape[1:], reverse=True)):
                 found.append(shape)
     return tuple(found)
 

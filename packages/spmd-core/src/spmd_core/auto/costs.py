@@ -6,7 +6,7 @@ et al., "Optimization of Collective Communication Operations in MPICH", 2005).
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,6 +82,9 @@ class CostModel:
             kinds.setdefault(self._kind(i, operation), []).append(i)
         # One operation of each kind, and how many there are.
         self.operations = [(same[0], len(same)) for same in kinds.values()]
+        self._traffics: dict[int, float] = {}  # by operation
+        self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], AxisCosts] = {}
+        self._rows: dict[tuple[int, tuple[tuple[int, ...], ...]], list[list[np.ndarray]]] = {}
 
     def _kind(self, number: int, operation: Operation) -> Hashable:
         """What decides an operation's costs: equal keys have the same."""
@@ -113,7 +116,16 @@ class CostModel:
         return tuple(found)
 
     def axis_costs(self, axis: int, choices: Sequence[Choice]) -> AxisCosts:
-        """The costs of each choice of an axis, given those of the others."""
+        """The costs of each choice of an axis, given those of the others.
+
+        Searches of different kinds on one mesh ask for equal ones, so they are kept.
+        """
+        key = _key(axis, choices)
+        if key not in self._known:
+            self._known[key] = self._axis_costs(axis, choices)
+        return self._known[key]
+
+    def _axis_costs(self, axis: int, choices: Sequence[Choice]) -> AxisCosts:
         options = self.options(axis, choices)
         own = [np.zeros(len(x)) for x in options]
         between: dict[tuple[int, int], np.ndarray] = {}
@@ -186,32 +198,37 @@ class CostModel:
             For each option; and the part that the other axes leave to a device.
         """
         groups, tie = self.groups, self.groups.tie[self.groups.of_operation[number]]
-        factor_of = {groups.factor_class[number, f]: f for f in operation.factors}
         parts: dict[int, int] = {}
         share = 1.0
         for other, choice in enumerate(choices):
-            if other != axis and choice[tie] in factor_of:
+            factor = None if other == axis else groups.factor_of(number, choice[tie])
+            if factor is not None:
                 share /= self.mesh_shape[other]
-                factor = factor_of[choice[tie]]
                 parts[factor] = parts.get(factor, 1) * self.mesh_shape[other]
-        traffic = 0.0
-        if operation.entry.traits.elements > Elements.PERMUTED:
-            most = max((groups.step.tensors[t].num_bytes for t, _ in operation.dims), default=0)
-            size = sum(groups.step.tensors[t].num_bytes for t, _ in operation.dims)
-            part = 1.0 if not operation.is_light else _MATERIALISED
-            traffic = part * (size if operation.entry.traits.by_item else min(size, 3 * most))
-        n = self.mesh_shape[axis]
+        n, traffic = self.mesh_shape[axis], self._traffic(number, operation)
         costs = np.zeros(len(options))
         for i, c in enumerate(options):
-            split = dict(parts)
-            if c in factor_of:
-                split[factor_of[c]] = split.get(factor_of[c], 1) * n
-            part = share / n if c in factor_of else share
+            split, part, factor = dict(parts), share, groups.factor_of(number, c)
+            if factor is not None:
+                split[factor] = split.get(factor, 1) * n
+                part = share / n
             costs[i] = max(
                 operation.flops * self._padded(operation, split) / self.machine.flops,
                 traffic * part / self.machine.memory_bytes_per_s,
             )
         return costs, share
+
+    def _traffic(self, number: int, operation: Operation) -> float:
+        """The bytes of all devices that an operation reads and writes in memory."""
+        if number not in self._traffics:
+            found = 0.0
+            if operation.entry.traits.elements > Elements.PERMUTED:
+                sizes = [self.groups.step.tensors[t].num_bytes for t, _ in operation.dims]
+                part = 1.0 if not operation.is_light else _MATERIALISED
+                most = sum(sizes) if operation.entry.traits.by_item else 3 * max(sizes, default=0)
+                found = part * min(sum(sizes), most)
+            self._traffics[number] = found
+        return self._traffics[number]
 
     def _padded(self, operation: Operation, parts: Mapping[int, int]) -> float:
         """The part of a product that a device computes, with matrices padded to whole tiles.
@@ -222,21 +239,13 @@ class CostModel:
         if not operation.flops:
             return 1.0
         part = 1.0
-        for factors, is_in_all in self._matrix_dims(operation):
+        for factors, is_in_all in operation.matrix_dims:
             whole = math.prod(operation.rule.sizes[f] for f in factors)
             local = whole / math.prod(parts.get(f, 1) for f in factors)
             if not is_in_all and whole > local:
                 local = math.ceil(local / self.machine.tile) * self.machine.tile
             part *= min(1.0, local / whole)
         return part
-
-    def _matrix_dims(self, operation: Operation) -> list[tuple[list[int], bool]]:
-        """The factors of an operation by the tensors that have them; whether all have them."""
-        found: dict[tuple[bool, ...], list[int]] = {}
-        for f in operation.factors:
-            has = tuple(any(f in dim for dim in dims) for _, dims in operation.dims if dims)
-            found.setdefault(has, []).append(f)
-        return [(factors, all(has)) for has, factors in found.items()]
 
     def _moves(
         self,
@@ -265,9 +274,7 @@ class CostModel:
         partial = set()
         needs: list[int | None] = []
         for c in options:
-            factor = next(
-                (f for f in operation.factors if groups.factor_class[number, f] == c), None
-            )
+            factor = groups.factor_of(number, c)
             dim = None
             if factor is not None:
                 dim = next((d for d, own in enumerate(dims) if own[:1] == (factor,)), None)
@@ -339,11 +346,13 @@ class CostModel:
         n = self.mesh_shape[axis]
         return self._seconds(axis, size * (n - 1) / n**2)
 
-    def memory_rows(self, axis: int, choices: Sequence[Choice]) -> Iterator[list[np.ndarray]]:
+    def memory_rows(self, axis: int, choices: Sequence[Choice]) -> list[list[np.ndarray]]:
         """The bytes of each tie's options at the points of the step where most is alive."""
-        options = self.options(axis, choices)
-        for alive in self.alive:
-            yield self._bytes_of(alive, axis, choices, options)
+        key = _key(axis, choices)
+        if key not in self._rows:
+            options = self.options(axis, choices)
+            self._rows[key] = [self._bytes_of(x, axis, choices, options) for x in self.alive]
+        return self._rows[key]
 
     def _held(
         self, axis: int, choices: Sequence[Choice], options: Sequence[Sequence[int]]
@@ -390,6 +399,11 @@ class CostModel:
                 kinds.setdefault(key, []).append(t)
             points.append([(same[0], len(same)) for same in kinds.values()])
         return points
+
+
+def _key(axis: int, choices: Sequence[Choice]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """What decides an axis's costs: the choices of the others."""
+    return axis, tuple(tuple(c) for other, c in enumerate(choices) if other != axis)
 
 
 def _is_even(size: int, shards: int) -> bool:

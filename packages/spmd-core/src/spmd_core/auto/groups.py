@@ -9,6 +9,7 @@ do, are *tied*: they get the same choice.
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from spmd_core.auto.step_graph import Operation, StepGraph
 
@@ -55,10 +56,28 @@ class Groups:
 
     def dim_of(self, tensor: int, group_class: int) -> int | None:
         """The dim of a tensor that a class of its group splits; None if it has none."""
-        for dim in range(len(self.step.tensors[tensor].spec.shape)):
-            if self.tensor_class.get((tensor, dim)) == group_class:
-                return dim
-        return None
+        return self._dims.get((tensor, group_class))
+
+    def factor_of(self, operation: int, group_class: int) -> int | None:
+        """The factor of an operation that a class of its group splits; None if it has none."""
+        return self._factors.get((operation, group_class))
+
+    @cached_property
+    def _dims(self) -> dict[tuple[int, int], int]:
+        """(tensor, class) -> dim, the first of several."""
+        found: dict[tuple[int, int], int] = {}
+        for (tensor, dim), c in sorted(self.tensor_class.items()):
+            found.setdefault((tensor, c), dim)
+        return found
+
+    @cached_property
+    def _factors(self) -> dict[tuple[int, int], int]:
+        """(operation, class) -> factor, the first of several."""
+        found: dict[tuple[int, int], int] = {}
+        for i, operation in enumerate(self.step.operations):
+            for f in operation.factors:
+                found.setdefault((i, self.factor_class[i, f]), f)
+        return found
 
 
 _Key = tuple[str, int, int]

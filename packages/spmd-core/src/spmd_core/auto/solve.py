@@ -1,22 +1,18 @@
-"""The best choice of one mesh axis after the other, by integer programs.
+"""The best choice of one mesh axis after the other.
 
-For each axis, each tie chooses a class or none; pairs of ties have costs. With products of choices
-as variables of their own, constrained by their marginals (the local polytope), that is a mixed
-integer program, which HiGHS solves (Huangfu and Hall, 2018). Axes take turns until none changes its
-choice, as the best choice of one depends on those of the others.
+For each axis, each tie chooses a class or none; pairs of ties have costs (`pairwise`). Axes take
+turns until none changes its choice, as the best choice of one depends on those of the others.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, sparse
 
 from spmd_core.auto.costs import NONE, Choice, CostModel
+from spmd_core.auto.pairwise import Limit, least
 
 _MOST_SWEEPS = 3
-_GAP = 1e-3
-_MOST_NODES = 500  # of branch and bound; a limit of time would make results differ
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ def solve(
             choices[axis] = found
         if choices == before or num_axes == 1:
             break
-    seconds, work = evaluate(model, choices), work_of(model, choices)
-    order = _order(model, choices)
+    work, order = work_of(model, choices), _order(model, choices)
+    seconds = _seconds(model, choices, work)
     return Solution(tuple(map(tuple, choices)), seconds, work, memory_of(model, choices), order)
 
 
@@ -90,14 +86,7 @@ def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...]
                 continue
             tie = groups.tie[group]
             for axis, choice in enumerate(choices):
-                factor = next(
-                    (
-                        f
-                        for f in operation.factors
-                        if groups.factor_class[i, f] == choice[groups.tie[own]]
-                    ),
-                    None,
-                )
+                factor = groups.factor_of(i, choice[groups.tie[own]])
                 need = next((d for d, x in enumerate(dims) if x[:1] == (factor,)), None)
                 held = None if choice[tie] == NONE else groups.dim_of(t, choice[tie])
                 alike[tie][axis] += times * (held is not None and need == held)
@@ -106,14 +95,13 @@ def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...]
 
 def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
     """The modelled seconds of all axes' choices."""
+    return _seconds(model, choices, work_of(model, choices))
+
+
+def _seconds(model: CostModel, choices: Sequence[Sequence[int]], work: float) -> float:
     lists = [list(c) for c in choices]
-    total = 0.0
-    for axis in range(len(lists)):
-        costs = model.axis_costs(axis, lists)
-        total += costs.total(lists[axis])
-        if axis:  # the work is in each axis's costs, and counts once
-            total -= work_of(model, lists)
-    return total
+    total = sum(model.axis_costs(axis, lists).total(lists[axis]) for axis in range(len(lists)))
+    return total - (len(lists) - 1) * work  # which is in each axis's costs, and counts once
 
 
 def sent(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
@@ -154,60 +142,25 @@ def _axis(
 ) -> Choice | None:
     """The best choice of one axis, given the others."""
     costs = model.axis_costs(axis, choices)
-    first = np.cumsum([0, *(len(x) for x in costs.options)])
-    num_choices = int(first[-1])
-    # Pairs between which nothing ever moves need no variables.
-    pairs = [(a, b, x) for (a, b), x in sorted(costs.between.items()) if x.any()]
-    start, at = [], num_choices
-    for _, _, x in pairs:
-        start.append(at)
-        at += x.size
-    objective = np.concatenate([*costs.own, *(x.reshape(-1) for _, _, x in pairs)])
-    rows: list[int] = []
-    columns: list[int] = []
-    values: list[float] = []
-    low: list[float] = []
-    high: list[float] = []
-
-    def row(entries: list[tuple[int, float]], least: float, most: float) -> None:
-        for column, value in entries:
-            rows.append(len(low))
-            columns.append(column)
-            values.append(value)
-        low.append(least)
-        high.append(most)
-
-    for tie, options in enumerate(costs.options):
-        row([(int(first[tie]) + i, 1.0) for i in range(len(options))], 1, 1)
-    for (a, b, x), base in zip(pairs, start):
-        for i in range(x.shape[0]):
-            cells = [(base + i * x.shape[1] + j, 1.0) for j in range(x.shape[1])]
-            row([*cells, (int(first[a]) + i, -1.0)], 0, 0)
-        for j in range(x.shape[1]):
-            cells = [(base + i * x.shape[1] + j, 1.0) for i in range(x.shape[0])]
-            row([*cells, (int(first[b]) + j, -1.0)], 0, 0)
-    if memory is not None:
-        for sizes in model.memory_rows(axis, choices):
-            scaled = np.concatenate(sizes) / memory
-            row([(i, float(x)) for i, x in enumerate(scaled) if x], -np.inf, 1)
-    upper = np.ones(len(objective))
-    for tie, classes in allowed.items():
-        for i, c in enumerate(costs.options[tie]):
-            if c not in classes:
-                upper[int(first[tie]) + i] = 0
-    scale = float(objective.max()) or 1.0
-    found = optimize.milp(
-        objective / scale,
-        integrality=np.r_[np.ones(num_choices), np.zeros(len(objective) - num_choices)],
-        bounds=optimize.Bounds(0, upper),
-        constraints=optimize.LinearConstraint(
-            sparse.csr_array((values, (rows, columns)), shape=(len(low), len(objective))), low, high
-        ),
-        options={"mip_rel_gap": _GAP, "node_limit": _MOST_NODES, "presolve": True},
-    )
-    if found.x is None:
-        return None
-    return [
-        options[int(np.argmax(found.x[int(first[tie]) : int(first[tie + 1])]))]
+    kept = [
+        [i for i, c in enumerate(options) if tie not in allowed or c in allowed[tie]]
         for tie, options in enumerate(costs.options)
     ]
+    if not all(kept):
+        return None
+    limits = (
+        []
+        if memory is None
+        else [
+            Limit([x[at] for x, at in zip(sizes, kept)], memory)
+            for sizes in model.memory_rows(axis, choices)
+        ]
+    )
+    found = least(
+        [x[at] for x, at in zip(costs.own, kept)],
+        {(a, b): x[np.ix_(kept[a], kept[b])] for (a, b), x in costs.between.items()},
+        limits,
+    )
+    if found is None:
+        return None
+    return [options[at[i]] for options, at, i in zip(costs.options, kept, found)]

@@ -88,6 +88,15 @@ class Operation:
             for _, i in self.results
         )
 
+    @cached_property
+    def matrix_dims(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
+        """Its factors by the tensors that have them; whether all have them."""
+        found: dict[tuple[bool, ...], list[int]] = {}
+        for f in self.factors:
+            has = tuple(any(f in dim for dim in dims) for _, dims in self.dims if dims)
+            found.setdefault(has, []).append(f)
+        return tuple((tuple(factors), all(has)) for has, factors in found.items())
+
     def partial(self, result: int, factor: int) -> bool:
         """Whether a result, by its position in the rule, is reduced over a factor that it lacks."""
         kept = {f for dim in self.rule.results[result] for f in dim}
