@@ -5,17 +5,18 @@ Operations on a tensor of the device reach the router, which has refusals of its
 which it silently leaves on the host; and attention whose kernel torch compiles.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.attention import flex_attention
 
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.recording.layouts import RefusedLayout, refusal, require_dense, require_strided
+from spmd_core.torch_backend.after_import import after_import
 
-_validate_device = flex_attention._validate_device
 # torch's kernels that move such tensors, or convert to them, by dispatch key.
 _KERNELS = (
     ("_to_copy", "AutogradNestedTensor", RefusedLayout.NESTED),
@@ -123,21 +124,27 @@ class _Quantized:
             self.library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
-def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """The check of `flex_attention`, with advice for tensors of the device."""
-    if query.device.type == "xla":
-        raise UnsupportedOpError(
-            "flex_attention is compiled to a kernel by inductor, which has none for device 'xla'; "
-            f"got a query of shape {tuple(query.shape)} on {query.device}. Call torch.nn."
-            "functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), whose "
-            "mask is a tensor of booleans or of scores to add, or spmd_core.call_jax."
-        )
-    _validate_device(query, key, value)
+def _refuse_attention(module: ModuleType) -> None:
+    """Makes the check of `flex_attention` give advice for tensors of the device."""
+    theirs = module._validate_device
+
+    @functools.wraps(theirs)
+    def validate(query: torch.Tensor, *others: torch.Tensor) -> None:
+        if query.device.type == "xla":
+            raise UnsupportedOpError(
+                "flex_attention is compiled to a kernel by inductor, which has none for device "
+                f"'xla'; got a query of shape {tuple(query.shape)} on {query.device}. Call torch."
+                "nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), "
+                "whose mask is a tensor of booleans or of scores to add, or spmd_core.call_jax."
+            )
+        theirs(query, *others)
+
+    module._validate_device = validate  # type: ignore[attr-defined]
 
 
 def install() -> torch.library.Library:
     """Registers the refusals, which live as long as the returned library."""
-    flex_attention._validate_device = _refuse_attention
+    after_import("torch.nn.attention.flex_attention", _refuse_attention, "_validate_device")
     library = torch.library.Library("aten", "IMPL")
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)
