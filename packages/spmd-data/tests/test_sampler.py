@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import spmd_core as spmd
 from spmd_core.errors import DataError
 from spmd_data import ShardedSampler, Tail
+from spmd_data.sampler import process_part
 
 
 def global_batches(num_parts: int, num_samples: int, **options: Any) -> list[list[int]]:
@@ -221,3 +222,9 @@ def test_states_and_rows_that_no_sampler_has() -> None:
         with pytest.raises(DataError, match=r"an epoch has 8 rows in this part; got .*\. Ask for"):
             sampler.row_mask(start, count)
     assert sampler.row_mask(0, 8).all()
+
+
+def test_a_mesh_of_devices_that_are_not_there_is_named(num_devices: int) -> None:
+    mesh = spmd.Mesh(range(2 * num_devices), (2 * num_devices,), ("data",))
+    with pytest.raises(spmd.errors.MeshError, match="start the program with at least"):
+        process_part(mesh, "data")

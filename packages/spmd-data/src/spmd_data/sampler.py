@@ -16,6 +16,7 @@ import torch
 import spmd_core as spmd
 from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.errors import DataError
+from spmd_core.sharding.mesh import check_devices
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import BatchPart, parts_of_processes
 from spmd_data.saved_states import check_counts, check_same
@@ -316,6 +317,7 @@ def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) 
     Raises:
         TypeError: `mesh` is no Mesh.
         DataError: see `parts.parts_of_processes`; or the mesh has no device of this process.
+        MeshError: the mesh has a device that is not there.
         PartitionSpecError: the mesh has no such axis.
     """
     require_kind("mesh", mesh, spmd.Mesh, write="spmd_core.Mesh(device_ids, shape, axis_names)")
@@ -324,6 +326,7 @@ def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) 
     given = tuple(axis) if isinstance(axis, Iterable) and not isinstance(axis, str) else (axis,)
     axes = [mesh.axis_index(each) for each in given]
     process_of = [device["process_index"] for device in spmd.distributed.device_attributes()]
+    check_devices(mesh, len(process_of))
     parts = parts_of_processes(mesh.get_logical_mesh(), axes, process_of)
     if spmd.distributed.process_index() not in parts:
         raise DataError(
