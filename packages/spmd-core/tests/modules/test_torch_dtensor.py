@@ -73,6 +73,13 @@ def test_from_local_of_a_part_of_a_process(mesh, num_devices):
     assert torch.equal(spmd.from_process_local(whole, spec).cpu(), whole)
 
 
+def test_methods_that_are_called_as_functions_of_the_class(mesh):
+    t = dt.ones(8, 4, device_mesh=mesh, placements=[Shard(0)])
+    assert DTensor.redistribute(t, mesh, [Replicate()]).placements == (Replicate(),)
+    assert DTensor.full_tensor(t).shape == (8, 4)
+    assert DTensor.to_local(t).shape == t.to_local().shape
+
+
 def test_a_factory_without_a_mesh_takes_the_global_one(mesh):
     with pytest.raises(spmd.errors.MeshError, match=r"got None, and no global mesh is set\. Pass"):
         dt.zeros(4, 4)

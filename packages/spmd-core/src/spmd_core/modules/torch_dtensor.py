@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spmd_core import releases
 from spmd_core.arguments import require_kind
 from spmd_core.errors import ShardError
 from spmd_core.manual import region
@@ -156,11 +157,25 @@ def _from_local(module: ModuleType, original: Callable[..., Any]) -> Callable[..
     return convert
 
 
+def _method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of DTensor that a program calls as a function of the class: ours for our tensors."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(self, XLAShardedTensor)
+        function = getattr(XLAShardedTensor, original.__name__) if ours else original
+        return function(self, *args, **kwargs)
+
+    return call
+
+
 def _change(module: Any) -> None:
-    if hasattr(module, "_dtensor_init_helper"):  # private: a release may lack it
+    if releases.has_parts(module, "_dtensor_init_helper"):
         module._dtensor_init_helper = _factory(module, module._dtensor_init_helper)
     replace_body(module.distribute_tensor, _distribute(dtensor.distribute_tensor, module))
     replace_body(module.distribute_module, _distribute(dtensor.distribute_module, module))
+    for name in ("full_tensor", "to_local", "redistribute"):
+        setattr(module.DTensor, name, _method(getattr(module.DTensor, name)))
     module.DTensor.from_local = staticmethod(_from_local(module, module.DTensor.from_local))
 
 
