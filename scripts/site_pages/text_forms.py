@@ -30,7 +30,7 @@ def write(out: Path, env: Any, root: Path, with_made: Callable[[str], str]) -> N
     short = [
         "# PyTorch SPMD on stock torch and jaxlib",
         "",
-        f"> {_summary(root / 'README.md')}",
+        f"> {_first_paragraph(root / 'README.md')}",
         "",
     ]
     whole = []
@@ -58,10 +58,15 @@ def _in_order(env: Any, root: str) -> list[str]:
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of the first paragraph that is no heading, code or table."""
+    """The first sentence of the first paragraph."""
+    return re.split(r"(?<=[.!?])\s", _first_paragraph(path), maxsplit=1)[0]
+
+
+def _first_paragraph(path: Path) -> str:
+    """The first one that is no heading, code or table, in one line."""
     text = re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.S)
     text = re.sub(r"^(```+|:::+)[^\n]*\n.*?^\1$", "", text, flags=re.S | re.M)
     for block in re.split(r"\n\s*\n", text):
         if block.strip() and not re.match(r"\s*(#|<|!|\||-|:|\()", block):
-            return re.split(r"(?<=[.!?])\s", " ".join(block.split()), maxsplit=1)[0]
+            return " ".join(block.split())
     return ""

@@ -110,6 +110,7 @@ def test_the_list_of_pages_has_each_ones_first_sentence(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("---\na: 1\n---\n\n# Title\n\n```python\nx = 1.\n```\n\nOne is\nsaid. Two.\n")
     assert text_forms._summary(page) == "One is said."
+    assert text_forms._first_paragraph(page) == "One is said. Two."
 
 
 def test_docstrings_become_markdown():
