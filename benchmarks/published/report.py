@@ -173,7 +173,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>The published plots, measured again</title>
 <style>
-:root { color-scheme: light; }
+:root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem;
   color: #1c2430; background: white; }
 img { max-width: 100%; }
@@ -182,6 +182,15 @@ th, td { border: 1px solid #ccd3dc; padding: .3rem .6rem; text-align: left; vert
 th { background: #f2f5f8; }
 pre { background: #f2f5f8; padding: .8rem; overflow-x: auto; font-size: 13px; }
 em { color: #55606e; }
+@media (prefers-color-scheme: dark) {
+  body { color: #d5dae1; background: #14171b; }
+  th, pre { background: #1f242b; }
+  th, td { border-color: #3a424d; }
+  em { color: #9aa5b4; }
+  a { color: #8fbcf0; }
+  /* Plots are dark on white. */
+  img { background: white; border-radius: 6px; padding: 6px; box-sizing: border-box; }
+}
 @media (max-width: 45rem) {
   table { font-size: 13px; }
   th, td { padding: .2rem .35rem; min-width: 3.5rem; }

@@ -133,6 +133,13 @@ def test_the_width_of_a_head_is_found_where_modules_keep_it(num_devices, kept, f
     assert model.heads == 16
 
 
+def test_heads_of_layers_that_no_plan_splits_are_left_alone(num_devices):
+    model = Short({"head_dim": 64 // num_devices}, fused=False)
+    model.heads, model.up = num_devices, nn.Linear(64, 64 * num_devices)
+    parallelize_module(model, init_device_mesh("xla", (num_devices,)), {"up": ColwiseParallel()})
+    assert model.heads == num_devices  # and nothing was warned of
+
+
 def test_whole_counts_and_other_modules_are_left_alone(num_devices):
     model = nn.ModuleDict({"block": block(), "mlp": nn.Linear(64, 64)})
     model.mlp.num_heads = model.mlp.head_dim = 1

@@ -64,17 +64,17 @@ def _divided_counts(module: nn.Module, axes: tuple[int, ...], size: int) -> dict
     counts = {
         name: value for name, value in own.items() if _COUNT.fullmatch(name) and _is_count(value)
     }
-    widths = {
-        layer.out_features
-        for layer in module.children()
-        if isinstance(layer, nn.Linear) and _split_by_columns(layer, axes)
-    }
+    layers = [layer for layer in module.children() if isinstance(layer, nn.Linear)]
+    widths = {layer.out_features for layer in layers if _split_by_columns(layer, axes)}
     if not counts or not widths:
         return {}
     whole = {name: count * size for name, count in counts.items()}
     head_dim = _head_dim(own)
     if head_dim is not None:
-        is_divided = _compute(whole, head_dim, widths) and not _compute(counts, head_dim, widths)
+        # As they are, they may be those of layers that the plan leaves whole.
+        every_width = {layer.out_features for layer in layers}
+        fits = _compute(counts, head_dim, every_width)
+        is_divided = not fits and _compute(whole, head_dim, widths)
     else:
         configs = [own[name] for name in _CONFIGS if own.get(name) is not None]
         is_divided = any(
