@@ -108,6 +108,11 @@ else
   done
 fi
 
+for package in spmd-core spmd-data torch-xla-compat; do
+  grep -q '^\[project.urls\]' "packages/$package/pyproject.toml" ||
+    step "packages/$package/pyproject.toml has no [project.urls]: add them where there is an address"
+done
+
 # --- Tag ------------------------------------------------------------------------------------------
 case "$tag$version" in
   0*) step "not tagged, as --no-tag says" ;;
