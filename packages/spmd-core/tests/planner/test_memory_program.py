@@ -286,6 +286,33 @@ def test_gradients_are_scattered_over_all_three_dims_of_a_torus():
 
 
 @LIBTPU
+def test_a_stack_of_weights_is_not_held_in_the_dtype_of_its_products_too():
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2048, 2048, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.inner(x))
+
+    def train() -> None:
+        layers = torch.nn.ModuleList([Layer() for _ in range(16)]).to("xla")
+        optimizer = torch.optim.AdamW(layers.parameters())
+        x = torch.ones(256, 2048, device="xla")
+        while True:
+            with torch.autocast("xla", torch.bfloat16):
+                out = spmd.scan_layers(layers, x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spmd.sync()
+
+    made = spmd.plan(train, topology="v4:1x1x1")
+    shapes = [buffer.shape for buffer in made.step.buffers]
+    assert "f32[16,2048,2048]" in shapes and "bf16[16,2048,2048]" not in shapes
+
+
+@LIBTPU
 def test_a_program_that_is_too_large_for_a_tpu():
     def infer() -> None:
         x = torch.zeros(1, device="xla") + 1
