@@ -116,16 +116,16 @@ def _prepared(
     spmd.sync(wait=True)
     if strategy == AUTO:
         start = time.perf_counter()
-        reports: list[float] = []
+        reports: dict[str, float] = {}
 
         def note(text: str) -> None:
-            reports.append(time.perf_counter() - start)
+            reports.setdefault(text.partition(" ")[0], time.perf_counter() - start)
 
         plan = spmd.auto_shard(
             step, *inputs, candidates=candidates, objective="measured", report=note
         )
         search["search_s"] = time.perf_counter() - start
-        search["model_s"] = reports[0]  # then the first candidate is compiled
+        search["model_s"] = reports["compiling"]  # then the first candidate is compiled
         search["mesh"] = plan.tried[0].shardings.mesh_text
         search["kind"] = plan.tried[0].candidate.kind.value
         search["candidates"] = _candidates(plan)
@@ -144,6 +144,7 @@ def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
             "mesh": one.shardings.mesh_text,
             "kind": one.candidate.kind.value,
             "modelled_s": one.candidate.solution.seconds,
+            "propagated_s": one.propagated_s,
             "compiled_s": one.seconds,
             "measured_s": one.measured_s,
             "modelled_bytes": one.candidate.solution.bytes,

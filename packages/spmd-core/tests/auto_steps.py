@@ -2,15 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.auto import candidates
+from spmd_core.auto.batch import batch_classes
+from spmd_core.auto.candidates import Kind
+from spmd_core.auto.costs import CostModel
+from spmd_core.auto.decide import inputs_of
 from spmd_core.auto.groups import Groups, group
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import Shardings, shardings
+from spmd_core.auto.recorded_step import RecordedStep, record
+from spmd_core.auto.solve import solve
 from spmd_core.auto.step_graph import StepGraph
 from spmd_core.graph.recorders import lock
+from spmd_core.planner.topology import present
 from spmd_core.program import planning
 
 
@@ -117,3 +128,29 @@ def groups_of(*tensors: torch.Tensor) -> Groups:
     """The groups of what was recorded for pending tensors."""
     with lock:
         return group(StepGraph.of(planning.plan([x._handle for x in tensors]).graph()))
+
+
+def chosen(
+    kind: Kind,
+    mesh: spmd.Mesh,
+    read: Callable[[RecordedStep, Groups, Shardings], Any],
+    *,
+    batch: int = 16,
+) -> Any:
+    """`read(recorded, groups, shardings)` of the best choice of a kind for two tied blocks."""
+    model, example = words(vocabulary=512, width=256, inner=1024, batch=batch)
+    own = training(model.to("xla"))
+    inputs = [x.to("xla") for x in example]
+
+    def found(recorded: RecordedStep) -> Any:
+        groups = group(StepGraph.of(recorded.graph))
+        machine = Machine.of(present().devices)
+        # Not by `candidates`, which names the first of several kinds that choose alike.
+        batch_of = batch_classes(groups, inputs_of(groups, recorded.names))
+        costs = CostModel(groups, mesh.mesh_shape, machine)
+        marks = candidates.fixed(groups, len(mesh.mesh_shape))
+        solution = solve(costs, allowed=candidates._allowed(costs, marks, kind, batch_of))
+        assert solution is not None
+        return read(recorded, groups, shardings(groups, solution, mesh))
+
+    return record(lambda: own.step(*inputs), found)

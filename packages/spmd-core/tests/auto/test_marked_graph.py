@@ -4,49 +4,20 @@ import copy
 
 import pytest
 import torch
-from auto_steps import training, words
+from auto_steps import chosen, training, words
 
 import spmd_core as spmd
-from spmd_core.auto import candidates as search
-from spmd_core.auto.batch import batch_classes
 from spmd_core.auto.candidates import Kind
-from spmd_core.auto.costs import CostModel
-from spmd_core.auto.decide import inputs_of
-from spmd_core.auto.groups import group
-from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import marked, shardings
-from spmd_core.auto.recorded_step import record
-from spmd_core.auto.solve import solve
-from spmd_core.auto.step_graph import StepGraph
+from spmd_core.auto.marked_graph import marked
 from spmd_core.debugging import communication
-from spmd_core.planner.topology import present
 from spmd_core.program.compilation import build
 
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
 
-def candidate(kind, mesh, read):
-    """`read(recorded, groups, shardings)` of the best choice of a kind for two tied blocks."""
-    model, batch = words(vocabulary=512, width=256, inner=1024, batch=16)
-    own = training(copy.deepcopy(model).to("xla"))
-    inputs = [x.to("xla") for x in batch]
-
-    def found(recorded):
-        groups = group(StepGraph.of(recorded.graph))
-        machine = Machine.of(present().devices)
-        # Not by `candidates`, which names the first of several kinds that choose alike.
-        batch_of = batch_classes(groups, inputs_of(groups, recorded.names))
-        model = CostModel(groups, mesh.mesh_shape, machine)
-        marks = search.fixed(groups, len(mesh.mesh_shape))
-        solution = solve(model, allowed=search._allowed(model, marks, kind, batch_of))
-        return read(recorded, groups, shardings(groups, solution, mesh))
-
-    return record(lambda: own.step(*inputs), found)
-
-
 def test_with_whole_parameters_only_gradients_are_marked():
     mesh = spmd.Mesh(range(8), (8,), ("data",))
-    counts = candidate(Kind.DATA, mesh, lambda r, g, s: (len(s.marks), len(s.gradients)))
+    counts = chosen(Kind.DATA, mesh, lambda r, g, s: (len(s.marks), len(s.gradients)))
     assert counts[0] == counts[1] > 0
 
 
@@ -63,7 +34,7 @@ def test_features_and_parameters_over_two_axes_move_what_an_expert_would():
         program = build(marked(recorded.graph, found), "candidate")
         return specs, communication.of_text(program.compiled_text(), program.lowered)
 
-    specs, moved = candidate(Kind.TENSOR, mesh, read)
+    specs, moved = chosen(Kind.TENSOR, mesh, read)
     # Whatever is gathered over `fsdp` is the minor part of a dim that `tensor` splits.
     both = [dim for spec in specs.values() for dim in spec if isinstance(dim, tuple)]
     assert all(dim == ("tensor", "fsdp") for dim in both)

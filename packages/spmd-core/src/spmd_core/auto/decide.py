@@ -1,10 +1,10 @@
-"""Decides among candidates by compilation: by their programs' memory, collectives and FLOPs."""
+"""Decides among candidates by Shardy's propagation, and among the best ones by compilation."""
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spmd_core.auto.axis_names import axis_names
@@ -13,20 +13,27 @@ from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, sharding_of, shardings
+from spmd_core.auto.propagated import MLIRError, propagated, seconds
 from spmd_core.auto.solve import sent
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
 from spmd_core.planner.planned import ProgramPlan
 from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology
+from spmd_core.program import ir
 from spmd_core.program.compilation import build
+from spmd_core.program.lower import lower
 from spmd_core.program.program import Program
+from spmd_core.program.target import Target
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
+# Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
+# operations in all, as lowering and propagation take about a millisecond for each.
+_MOST_PROPAGATED, _MOST_OPERATIONS = 10, 20_000
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
 
@@ -40,7 +47,9 @@ class Tried:
         shardings: its shardings.
         program: what the compiler says; None if it was not compiled, or does not fit.
         seconds: the modelled time of the compiled program; None without one.
-        sent: the bytes that a device sends by the model; 0 if it was not compiled.
+        propagated_s: the modelled time with the collectives that Shardy's propagation inserts; None
+            if it did not run, or Shardy refused the program.
+        sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
         refusal: the compiler's words for a program that does not fit.
         measured_s: the seconds that the program took on the devices; None if it did not run.
     """
@@ -49,6 +58,7 @@ class Tried:
     shardings: Shardings
     program: ProgramPlan | None = None
     seconds: float | None = None
+    propagated_s: float | None = None
     sent: float = 0.0
     refusal: str = ""
     measured_s: float | None = None
@@ -133,6 +143,8 @@ def decide(
         progress.made = made
         if made and not most:
             return made
+        if not number:
+            made = progress.made = _by_propagation(groups, made, topology, machine, report)
         chosen = made[:most] if number else _diverse(made, most)
         _compile(groups, chosen, topology, machine, names, report, progress)
         best = _best(tried, memory, objective)
@@ -186,16 +198,63 @@ def _rank(one: Tried, objective: str) -> tuple[float, float]:
 
 
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
-    """The best candidate, the best one of each other kind, and then the next best."""
+    """The best candidate, the best one of each other kind, and then the next best.
+
+    Of each kind over the fewest axes, as one would write it by hand.
+    """
     chosen: list[Tried] = list(made[:1])
     for kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR, Kind.REPLICATED, Kind.SHARDED):
-        best = next((x for x in made if x.candidate.kind is kind), None)
+        of_kind = [x for x in made if x.candidate.kind is kind]
+        best = min(of_kind, key=lambda x: len(x.candidate.mesh_shape), default=None)
         if best is not None and best not in chosen:
             chosen.append(best)
     for one in made:
         if one not in chosen:
             chosen.append(one)
     return chosen[:most]
+
+
+@contextmanager
+def _planned_on(topology: Topology) -> Iterator[None]:
+    """Inside, programs are lowered and compiled for these devices, and nothing runs."""
+    if abstract.run() is not None:
+        yield
+        return
+    folder = Path(tempfile.mkdtemp(prefix="spmd-auto-"))
+    run = abstract.Run(folder, lambda program, leaves: None, lambda: None)
+    try:
+        with abstract.planning(topology.devices, run):
+            yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_propagation(
+    groups: Groups,
+    made: Sequence[Tried],
+    topology: Topology,
+    machine: Machine,
+    report: Callable[[str], None],
+) -> list[Tried]:
+    """The candidates in a better order: first those that Shardy has propagated, by their times."""
+    recorded = groups.step.recorded
+    most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // max(len(recorded.nodes), 1))
+    chosen = _diverse(made, most)
+    found: list[Tried] = []
+    with _planned_on(topology):
+        for i, one in enumerate(chosen, 1):
+            report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
+            graph = ir.Graph.of(marked(recorded, one.shardings))
+            try:
+                moved = propagated(lower(graph, Target.of(graph), f"auto_{i}"), machine)
+            except MLIRError as error:
+                report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
+                continue
+            took = one.candidate.solution.work_s + seconds(moved, machine)
+            found.append(replace(one, propagated_s=took, sent=sum(x.bytes for x in moved)))
+    found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
+    known = {x.shardings for x in found}
+    return [*found, *(x for x in made if x.shardings not in known)]
 
 
 def _compile(
@@ -208,33 +267,26 @@ def _compile(
     progress: Progress,
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried."""
-    tried = progress.tried
-    folder = Path(tempfile.mkdtemp(prefix="spmd-auto-"))
-    run = abstract.Run(folder, lambda program, leaves: None, lambda: None)
-    inside = nullcontext() if abstract.run() else abstract.planning(topology.devices, run)
-    try:
-        with inside:
-            for i, one in enumerate(chosen, 1):
-                report(f"compiling candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
-                graph = marked(groups.step.recorded, one.shardings)
-                program = None
-                try:
-                    if progress.programs is not None and topology.request is None:
-                        program = build(graph, f"auto_{i}", names=lambda: names)
-                        progress.programs[one.shardings] = program
-                    figures = program_plan(
-                        graph, f"auto_{i}", topology, program=program, names=names
-                    )
-                except DeviceMemoryError as error:
-                    tried.append(Tried(one.candidate, one.shardings, refusal=str(error)))
-                    continue
-                seconds = program_seconds(figures, machine, one.candidate.solution.work_s)
+    with _planned_on(topology):
+        for i, one in enumerate(chosen, 1):
+            report(f"compiling candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
+            graph = marked(groups.step.recorded, one.shardings)
+            program = None
+            try:
+                if progress.programs is not None and topology.request is None:
+                    program = build(graph, f"auto_{i}", names=lambda: names)
+                    progress.programs[one.shardings] = program
+                figures = program_plan(graph, f"auto_{i}", topology, program=program, names=names)
+            except DeviceMemoryError as error:
+                progress.tried.append(replace(one, refusal=str(error)))
+                continue
+            took = program_seconds(figures, machine, one.candidate.solution.work_s)
+            bytes_sent = one.sent
+            if one.propagated_s is None:
                 ids = one.shardings.mesh.ids
                 model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
                 bytes_sent = sent(model, one.candidate.solution.choices)
-                tried.append(Tried(one.candidate, one.shardings, figures, seconds, bytes_sent))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            progress.tried.append(replace(one, program=figures, seconds=took, sent=bytes_sent))
 
 
 def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:

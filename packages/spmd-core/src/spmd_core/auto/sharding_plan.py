@@ -81,28 +81,28 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def _candidates(self) -> list[tuple[str, ...]]:
-        titles = ("candidate", "asked for", "modelled", "compiled", "modelled peak")
+        titles = ("candidate", "asked for", "modelled", "propagated", "compiled", "modelled peak")
         rows: list[tuple[str, ...]] = [(*titles, "compiled peak")]
         is_measured = any(x.measured_s is not None for x in self.tried)
         if is_measured:
             rows[0] += ("measured",)
         for one in self.tried:
             solution = one.candidate.solution
-            compiled = "-" if one.seconds is None else f"{one.seconds * 1e3:,.2f} ms"
+            compiled = "does not fit" if one.refusal else _ms(one.seconds)
             peak = "-" if one.program is None else f"{one.program.peak_bytes / 1e6:,.1f} MB"
             rows.append(
                 (
                     one.shardings.mesh_text,
                     one.candidate.kind.value,
-                    f"{solution.seconds * 1e3:,.2f} ms",
-                    "does not fit" if one.refusal else compiled,
+                    _ms(solution.seconds),
+                    _ms(one.propagated_s),
+                    compiled,
                     f"{solution.bytes / 1e6:,.1f} MB",
                     peak,
                 )
             )
             if is_measured:
-                took = one.measured_s
-                rows[-1] += ("-" if took is None else f"{took * 1e3:,.2f} ms",)
+                rows[-1] += (_ms(one.measured_s),)
         return rows
 
     def code(self) -> str:
@@ -288,6 +288,10 @@ def _expression(name: str) -> str:
 
 def _spec_text(spec: PartitionSpecLike) -> str:
     return "replicated" if all(x is None for x in spec) else repr(spec)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 
 def _mesh_text(mesh: Mesh) -> str:

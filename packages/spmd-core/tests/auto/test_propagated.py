@@ -1,0 +1,158 @@
+"""auto/propagated.py: what Shardy's propagation says is near to what XLA compiles."""
+
+import jax
+import numpy as np
+import pytest
+from auto_steps import chosen, training, words
+
+import spmd_core as spmd
+from spmd_core.auto import decide
+from spmd_core.auto.candidates import Kind
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import marked
+from spmd_core.auto.propagated import MLIRError, Moved, _ir, _Reader, propagated, seconds
+from spmd_core.debugging import communication
+from spmd_core.planner.topology import present
+from spmd_core.program import ir
+from spmd_core.program.compilation import build
+from spmd_core.program.lower import lower
+from spmd_core.program.target import Target
+
+
+@pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Kind.FSDP, (8,)), (Kind.DATA, (8,)), (Kind.TENSOR, (4, 2))]
+)
+def test_as_much_is_moved_as_in_the_compiled_program(kind, shape):
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        before = ir.Graph.of(graph)
+        moved = propagated(lower(before, Target.of(before), "step"), Machine.of(present().devices))
+        program = build(graph, "step")
+        return moved, communication.of_text(program.compiled_text(), program.lowered)
+
+    # With few rows, XLA and Shardy differ in whether rows or weights are gathered.
+    moved, compiled = chosen(kind, spmd.Mesh(range(8), shape), read, batch=128)
+    assert {x.crosses for x in moved} == {False}
+    total = sum(c.moved_bytes * (c.executions or 1) for c in compiled)
+    assert total > 1e6 and sum(x.bytes for x in moved) == pytest.approx(total, rel=0.2)
+    for name in ("all-gather", "reduce-scatter") if kind is Kind.FSDP else ("all-reduce",):
+        expected = sum(c.moved_bytes * (c.executions or 1) for c in compiled.where(kind=name))
+        assert sum(x.bytes for x in moved if x.kind == name) == pytest.approx(expected, rel=0.2)
+
+
+# What the passes leave, over a mesh of 2 x 4 devices whose axis `x` crosses slices.
+MODULE = """
+sdy.mesh @mesh = <["x"=2, "y"=4]>
+func.func @main(
+    %a: tensor<16x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"y"}, {}]>},
+    %n: tensor<i64>) -> tensor<16x8xf32> {
+  BODY
+  return %r : tensor<16x8xf32>
+}
+func.func private @inner(
+    %a: tensor<16x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"y"}, {}]>}) -> tensor<16x8xf32> {
+  %r = sdy.all_reduce {"x"} %a out_sharding=<@mesh, [{"y"}, {}]> : tensor<16x8xf32>
+  return %r : tensor<16x8xf32>
+}
+"""
+GATHER = 'sdy.all_gather [{"y"}, {}] %a out_sharding=<@mesh, [{}, {}]> : tensor<16x8xf32>'
+BYTES = 16 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f"%r = {GATHER}", [Moved("all-gather", False, 1, BYTES * 3 / 4)]),
+        # XLA computes equal collectives of one value once.
+        (f"%q = {GATHER}\n  %r = {GATHER}", [Moved("all-gather", False, 1, BYTES * 3 / 4)]),
+        (
+            '%r = sdy.all_reduce {"x"} %a out_sharding=<@mesh, [{"y"}, {}]> : tensor<16x8xf32>',
+            [Moved("all-reduce", True, 1, 2 * BYTES / 4 / 2)],
+        ),
+        (  # the minor part of an axis
+            '%r = sdy.all_gather [{"y":(2)2}, {}] %a out_sharding=<@mesh, [{"y":(1)2}, {}]>'
+            " : tensor<16x8xf32>",
+            [Moved("all-gather", False, 1, BYTES / 2 / 2)],
+        ),
+        (
+            '%q = sdy.all_reduce {"x"} %a out_sharding=<@mesh, [{"y"}, {}]> : tensor<16x8xf32>\n'
+            '  %r = sdy.all_slice [{}, {"x"}] %q out_sharding=<@mesh, [{"y"}, {"x"}]>'
+            " : tensor<16x8xf32>",
+            [Moved("reduce-scatter", True, 1, BYTES / 8)],
+        ),
+        (
+            '%r = sdy.collective_permute %a out_sharding=<@mesh, [{"x", "y":(2)2}, {}]>'
+            " : tensor<16x8xf32>",
+            [Moved("collective-permute", True, 1, BYTES / 4)],
+        ),
+        (
+            "%p = func.call @inner(%a) : (tensor<16x8xf32>) -> tensor<16x8xf32>\n"
+            "  %zero = stablehlo.constant dense<0> : tensor<i64>\n"
+            "  %r, %i = stablehlo.while(%v = %p, %j = %zero) : tensor<16x8xf32>, tensor<i64>\n"
+            "  cond {\n"
+            "    %most = stablehlo.constant dense<5> : tensor<i64>\n"
+            "    %c = stablehlo.compare LT, %j, %most : (tensor<i64>, tensor<i64>) -> tensor<i1>\n"
+            "    stablehlo.return %c : tensor<i1>\n"
+            "  } do {\n"
+            f"    %g = {GATHER}\n"
+            "    stablehlo.return %g, %j : tensor<16x8xf32>, tensor<i64>\n"
+            "  }",
+            [
+                Moved("all-gather", False, 5, 5 * BYTES * 3 / 4),
+                Moved("all-reduce", True, 1, 2 * BYTES / 4 / 2),
+            ],
+        ),
+        (  # as in a manual region: between devices 0 and 4, 1 and 5, ...
+            '%r = "stablehlo.all_reduce"(%a) <{replica_groups = dense<[[0, 4], [1, 5], [2, 6],'
+            " [3, 7]]> : tensor<4x2xi64>}> ({\n"
+            "  ^bb0(%x: tensor<f32>, %y: tensor<f32>):\n"
+            "    %s = stablehlo.add %x, %y : tensor<f32>\n"
+            "    stablehlo.return %s : tensor<f32>\n"
+            "  }) : (tensor<16x8xf32>) -> tensor<16x8xf32>",
+            [Moved("all-reduce", True, 1, 2 * BYTES / 2)],
+        ),
+        (
+            "%r = stablehlo.add %a, %a : tensor<16x8xf32>",
+            [],
+        ),
+    ],
+)
+def test_what_is_read(body, expected):
+    with jax._src.interpreters.mlir.make_ir_context():
+        module = _ir.Module.parse(MODULE.replace("BODY", body))
+        slices = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+        reader = _Reader(module, {"x": 2, "y": 4}, {"x": True, "y": False}, slices)
+        assert list(reader.read()) == expected
+
+
+def test_modelled_seconds():
+    links, network = 2e9, 1e9
+    machine = Machine("chip", 8, 1.0, 1.0, links, network, 1e-3, None, (0,) * 8, 1.5)
+    moved = [
+        Moved("all-gather", False, 2, 4e9),
+        Moved("all-reduce", True, 1, 3e9),
+        Moved("reduce-scatter", False, 1, 2e9),
+    ]
+    assert seconds(moved, machine) == pytest.approx(2 + 3 + 1.5 + 4e-3)
+
+
+def test_what_shardy_refuses_keeps_the_models_figures(monkeypatch):
+    def refused(lowered, machine):
+        raise MLIRError("no such shardings", [])
+
+    monkeypatch.setattr(decide, "propagated", refused)
+    model, batch = words()
+    own = training(model.to("xla"))
+    said = []
+    count = spmd.global_runtime_device_count()
+    plan = spmd.auto_shard(
+        own.step,
+        *(x.to("xla") for x in batch),
+        mesh=spmd.Mesh(range(count), (count,)),
+        candidates=1,
+        report=said.append,
+    )
+    assert any(text.startswith("Shardy refuses candidate 1: ") for text in said)
+    assert all(one.propagated_s is None for one in plan.tried)
+    assert plan.tried[0].seconds is not None
