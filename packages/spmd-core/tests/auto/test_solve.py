@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from auto_steps import groups_of
 
 from spmd_core.auto.costs import NONE, CostModel
@@ -46,6 +47,21 @@ def test_memory_is_a_constraint():
     found = solve(model, memory=limit)
     assert found.bytes <= limit < most and found.seconds == pytest.approx(cost, rel=1e-3)
     assert solve(model, memory=most / 100) is None
+
+
+def test_a_batch_that_a_mask_lacks_is_no_dim_of_a_matrix():
+    """Each device has a quarter of the work; a dim of a matrix would be padded to a whole tile."""
+    q = torch.ones(8, 2, 16, 8).to("xla")
+    mask = torch.ones(1, 2, 16, 16).to("xla")
+    groups = groups_of(F.scaled_dot_product_attention(q, q, q, attn_mask=mask))
+    model = CostModel(groups, (4,), _MACHINE)
+    ((number, operation),) = [
+        (i, o) for i, o in enumerate(groups.step.operations) if "attention" in o.entry.name
+    ]
+    batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
+    nothing = [[NONE] * model.num_ties]
+    (whole, part), _ = model.plain_work(number, operation, 0, nothing, (NONE, batch))
+    assert part == pytest.approx(whole / 4)
 
 
 def test_compute_decides_where_it_is_slow_and_links_where_they_are():

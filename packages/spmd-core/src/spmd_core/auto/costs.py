@@ -234,7 +234,8 @@ class CostModel:
         """The part of a product that a device computes, with matrices padded to whole tiles.
 
         Factors that the same tensors have are one dim of a matrix, such as batch and sequence.
-        Those that all tensors have only number the matrices.
+        Those that all tensors have only number the matrices; one that is broadcast along such a
+        factor, as a mask may be along the batch, counts as having it.
         """
         if not operation.flops:
             return 1.0

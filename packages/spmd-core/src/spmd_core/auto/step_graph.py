@@ -90,11 +90,20 @@ class Operation:
 
     @cached_property
     def matrix_dims(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
-        """Its factors by the tensors that have them; whether all have them."""
+        """Its factors by the tensors that have them; whether all have them.
+
+        One that is broadcast along a factor, as a mask may be along the batch, counts as having it.
+        """
         found: dict[tuple[bool, ...], list[int]] = {}
+        result = self.rule.results[self.results[0][1]] if self.results else ()
+        tensors = []
+        for _, dims in self.dims:
+            if len(dims) == len(result):
+                dims = tuple(own or kept for own, kept in zip(dims, result))
+            if dims:
+                tensors.append({f for dim in dims for f in dim})
         for f in self.factors:
-            has = tuple(any(f in dim for dim in dims) for _, dims in self.dims if dims)
-            found.setdefault(has, []).append(f)
+            found.setdefault(tuple(f in factors for factors in tensors), []).append(f)
         return tuple((tuple(factors), all(has)) for has, factors in found.items())
 
     def partial(self, result: int, factor: int) -> bool:
