@@ -16,8 +16,9 @@ machine can do, measured in turns with it in the same run:
 6. Memory of the process beside what it had before, in a save and in a restore, at its peak.
 
 Emulated devices compute on the cores that write, so question 3 has the worst case: a step on an
-accelerator leaves the host's cores free. The threads of a save have a lower priority than a step's;
-the one that writes a file has the same.
+accelerator leaves the host's cores free. The threads of a save have a lower priority than a step's,
+and write past the system's cache of files; the one that writes a file has the same priority, and
+writes through the cache, as programs do.
 
 Run: python -m benchmarks.checkpoint
 """
