@@ -17,7 +17,7 @@ machine can do, measured in turns with it in the same run:
 
 Emulated devices compute on the cores that write, so question 3 has the worst case: a step on an
 accelerator leaves the host's cores free. The threads of a save have a lower priority than a step's,
-and write past the system's cache of files; the one that writes a file has the same priority, and
+and write past the system's cache of files; the one that writes a file has a step's priority, and
 writes through the cache, as programs do.
 
 Run: python -m benchmarks.checkpoint
