@@ -51,13 +51,21 @@ class WaitingDraws:
 
 @contextmanager
 def as_inputs(draws: Mapping[Value, Storage]) -> Iterator[None]:
-    """Inside, plans take these pending values for inputs that lie on the host."""
+    """Inside, plans take these pending values for inputs that lie on the host.
+
+    They are what their storages had before the step, so that the state that the step creates for
+    them is an input, as it is where the program runs.
+    """
+    before = {storage: storage.committed for storage in draws.values()}
     for value, storage in draws.items():
         value.data, value.owner = _WAITING, weakref.ref(storage)
         value.placement = leaves.host_placement(storage.sharding)
+        storage.committed = value
     try:
         yield
     finally:
+        for storage, committed in before.items():
+            storage.committed = committed
         for value in draws:
             value.data = None
             del value.owner, value.placement
