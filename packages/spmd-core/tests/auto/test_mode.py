@@ -11,11 +11,12 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.auto import mode, registration, searches
+from spmd_core.auto.candidates import Kind
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
 from spmd_core.metrics import utilisation
 from spmd_core.planner.planned import values
-from spmd_core.program import execution
+from spmd_core.program import automatic, execution, initial_state
 
 CLOSE = {"rel": 2e-5}
 
@@ -215,6 +216,43 @@ def test_weights_are_drawn_once_their_shardings_are_known(
     assert len(drawn) == len(state) and found == {p.sharding for p in model.parameters()}
     is_split = any(not sharding.is_replicated for sharding in found)
     assert is_split == (spmd.global_runtime_device_count() > 1)
+
+
+def test_the_state_of_large_drawn_weights_is_an_input_of_the_first_search(searches_of, monkeypatch):
+    """Else the step that runs would be another program, whose candidates nobody compiled."""
+    monkeypatch.setattr(initial_state, "_REPLICATED_BYTES", 100)  # as if weights were large
+    spmd.use_spmd(auto=True)
+    model = drawn_on("xla")
+    spmd.sync()
+    own = training(model, fused=True)
+    losses(own.step, [torch.randn(8, 32).to("xla"), (torch.arange(8) % 32).to("xla")])
+    (searched,) = searches_of
+    # The weight, its moments and its number of steps.
+    assert len(searched.updated) == 4 * len([*model.parameters()])
+    steps = [x for x in spmd.metrics.programs() if x.num_ops > 15 and x.executions]
+    assert [x.executions for x in steps] == [3]
+
+
+def test_a_later_program_takes_the_kind_of_the_first_one(monkeypatch):
+    model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
+    answers, plain = [], mode.searched
+
+    def reordered(*args, **options):
+        is_later = bool(answers)
+        found = plain(*args, **options)
+        # As if compilation had decided for this kind, and the model later for another one.
+        answers.append(sorted(found, key=lambda x: (x.candidate.kind is not Kind.FSDP) ^ is_later))
+        return answers[-1]
+
+    monkeypatch.setattr(mode, "searched", reordered)
+    spmd.use_spmd(auto=True)
+    own = training(model.to("xla"), fused=True)
+    losses(own.step, [x.to("xla") for x in batch])
+    losses(own.step, [x[:8].to("xla") for x in batch])
+    first, later = answers
+    assert first[0].candidate.kind is Kind.FSDP and later[0].candidate.kind is not Kind.FSDP
+    used = [*automatic.search._known.values()][-1]
+    assert used == next(x.shardings for x in later if x.candidate.kind is Kind.FSDP)
 
 
 def test_a_weight_that_is_read_does_not_wait_and_the_others_do():

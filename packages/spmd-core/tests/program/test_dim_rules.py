@@ -8,7 +8,8 @@ from recorded_graphs import graph_of
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from spmd_core.program.dim_rules import dims
+from spmd_core.ops.kernels import flash
+from spmd_core.program.dim_rules import dims, dims_in_one_block
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.one_device
@@ -182,3 +183,27 @@ def test_what_is_summed(name):
     )
     rule = rule_of(made[-1])
     assert ["".join("abcdefgh"[f] for f in sorted(sums)) for sums in rule.sums] == FOUND[name]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_an_attention_that_loops_over_blocks_keeps_batch_and_heads(is_backward, monkeypatch):
+    q, k, v = (x.requires_grad_() for x in on_device((2, 3, 8, 4), (2, 3, 6, 4), (2, 3, 6, 5)))
+    result = F.scaled_dot_product_attention(q, k, v)
+    if is_backward:
+        result.sum().backward()
+        result = q.grad
+    *ops, _ = graph_of(result.clone()).ops
+    op = next(op for op in reversed(ops) if op.entry.traits.query is not None)
+    specs = [x.spec for x in op.operands]
+    whole = dims(op.entry, specs)
+    assert dims_in_one_block(op.entry, specs) == whole
+    monkeypatch.setattr(flash, "MAX_BLOCK", 2)
+    op.entry.dims = None  # what is known of one block
+    looped = dims(op.entry, specs)
+    op.entry.dims = None
+    assert looped.replicated.issuperset(f for dim in looped.operands[0] for f in dim)
+    found = dims_in_one_block(op.entry, specs)
+    assert (found.operands, found.results) == (whole.operands, whole.results)
+    assert not {0, 1} & found.replicated and found.operands[0][:2] == ((0,), (1,))
+    query = op.entry.traits.query
+    assert found.replicated.issuperset(f for dim in found.operands[query][2:] for f in dim)

@@ -30,6 +30,10 @@ class Kind(Enum):
     TENSOR = "batch and parameters split over the first axis, features over the second"
 
 
+# Of equal candidates the first kind stands: the best ones of those that experts use are compiled.
+_IN_ORDER = (Kind.FSDP, Kind.DATA, Kind.TENSOR, Kind.FREE, Kind.SHARDED, Kind.REPLICATED)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A choice for one mesh shape.
@@ -95,7 +99,7 @@ def candidates(
     for shape in shapes:
         model = CostModel(groups, shape, machine, None if mesh is None else mesh.ids)
         marks = fixed(groups, len(shape))
-        for kind in Kind:
+        for kind in _IN_ORDER:
             if not _takes(kind, len(shape), is_given=mesh is not None):
                 continue
             allowed = _allowed(model, marks, kind, batch)

@@ -15,6 +15,7 @@ import numpy as np
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.step_graph import Operation
+from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
 
 NONE = -1  # the choice not to split
@@ -222,7 +223,8 @@ class CostModel:
         """The bytes of all devices that an operation reads and writes in memory."""
         if number not in self._traffics:
             found = 0.0
-            if operation.entry.traits.elements > Elements.PERMUTED:
+            is_barrier = operation.entry.name == BARRIER  # which moves nothing
+            if operation.entry.traits.elements > Elements.PERMUTED and not is_barrier:
                 sizes = [self.groups.step.tensors[t].num_bytes for t, _ in operation.dims]
                 part = 1.0 if not operation.is_light else _MATERIALISED
                 most = sum(sizes) if operation.entry.traits.by_item else 3 * max(sizes, default=0)

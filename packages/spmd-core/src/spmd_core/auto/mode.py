@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from spmd_core.auto.auto_shard import marked_mesh, plan_of
+from spmd_core.auto.candidates import Kind
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, positions
@@ -29,7 +30,7 @@ from spmd_core.sharding.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 # How many candidates are compiled for the first program; later ones keep its mesh and shardings,
-# and take the best of the model.
+# and take the best by the model of what was asked for where the first one's was found.
 _MOST_COMPILED = 3
 _MOST_KNOWN = 256
 
@@ -57,6 +58,7 @@ class Automatic:
         self.mesh, self.topology = mesh, topology
         self.found: list[FoundShardings] = [] if found is None else found
         self._known: dict[Hashable, Shardings | None] = {}
+        self._kind: Kind | None = None  # of the first search's candidate
         self._draws: WaitingDraws | None = WaitingDraws()  # until the first search
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
@@ -122,6 +124,10 @@ class Automatic:
             names=names,
             report=_log.info,
         )
+        if is_first:
+            self._kind = tried[0].candidate.kind
+        else:
+            tried = sorted(tried, key=lambda x: x.candidate.kind is not self._kind)
         self.mesh = tried[0].shardings.mesh
         if self.topology is not None:
             owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)

@@ -140,11 +140,17 @@ class StepGraph:
             return num_leaves + number if number >= 0 else -number - 1
 
         operations = []
+        rules: dict[Entry, DimRule] = {}
         for i, node in enumerate(recorded.nodes):
             operands = tuple(position(n) for n in node.inputs)
             results = tuple(range(len(tensors), len(tensors) + len(node.entry.outs)))
             tensors += [Tensor(spec, None, node.entry.sharding) for spec in node.entry.outs]
-            rule = dim_rules.dims(node.entry, [tensors[t].spec for t in operands])
+            rule = rules.get(node.entry)
+            if rule is None:
+                specs = [tensors[t].spec for t in operands]
+                is_attention = node.entry.traits.query is not None
+                find = dim_rules.dims_in_one_block if is_attention else dim_rules.dims
+                rule = rules[node.entry] = find(node.entry, specs)
             flops = entry_flops(node.entry)
             for part, (read, made) in enumerate(_parts(rule)):
                 operations.append(

@@ -16,7 +16,7 @@ the size of the part.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from jaxlib.mlir.dialects import sdy
 from spmd_core import dtypes
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.kernels import flash
+from spmd_core.ops.kernels.one_block import in_one_block
 from spmd_core.ops.kernels.threefry import prng_key
 from spmd_core.program.stacked_entries import StackedEntry
 
@@ -88,6 +90,24 @@ def dims(entry: Entry, operands: Sequence[Spec]) -> DimRule:
         entry.dims = _rule(entry, operands)
     found: DimRule = entry.dims
     return found
+
+
+def dims_in_one_block(entry: Entry, operands: Sequence[Spec]) -> DimRule:
+    """As `dims`, for an attention (`Traits.query`) whose kernel may loop over blocks of sequences.
+
+    Nothing is known of the dims of a loop, but the kernel merges none of its leading dims and heads
+    with others (`kernels.flash`). So the rule is that of one block without a loop; where there is
+    one, sequences and features must be gathered. Not cached.
+    """
+    query = entry.traits.query
+    assert query is not None
+    with in_one_block():
+        found = _rule(entry, operands)
+    lengths = [operands[i].shape[-2] for i in (query, query + 1)]
+    if math.prod(lengths) <= flash.MAX_BLOCK**2:
+        return found
+    in_loop = {f for i in range(query, query + 3) for dim in found.operands[i][-2:] for f in dim}
+    return replace(found, replicated=found.replicated | in_loop)
 
 
 def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.kernels import loops
+from spmd_core.ops.kernels import loops, one_block
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 
 # A block has at most MAX_BLOCK^2 scores for each head and batch element: enough for matrix products
@@ -119,6 +119,7 @@ def _padded_mask(options: AttentionOptions, mask: Mask) -> Mask:
 
 def _equal_blocks(n: int, most: int) -> tuple[int, int]:
     """(size, count) of the fewest equal blocks of at most `most`; they pad by less than `count`."""
+    most = max(most, n) if one_block.current.get() else most
     count = -(-n // most)
     return -(-n // count), count
 
