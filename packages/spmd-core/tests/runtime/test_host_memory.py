@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 
 # Allocates 64 MiB, touches it and frees it, ten times: the page faults of the last nine.
 _PROGRAM = """
-import ctypes, resource
+import ctypes, resource, threading
 from spmd_core.runtime import host_memory
 print(host_memory.keep_mapped())
 library = ctypes.CDLL(None)
@@ -31,6 +31,18 @@ with host_memory.returned_when_freed():
     print(faults())
 touch()
 print(faults())
+def touch():  # as a device's thread does
+    addresses = [library.malloc(20 << 20) for _ in range(8)]
+    for address in addresses:
+        ctypes.memset(address, 1, 20 << 20)
+    for address in addresses:
+        library.free(address)
+def run():
+    touch()
+    print(faults())
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
 """
 
 
@@ -50,13 +62,17 @@ MANY = 9 * 30  # a page has 4 KiB, or 2 MiB: at least 32 pages are touched each 
 
 
 def test_freed_memory_serves_the_next_allocation_but_where_it_is_returned() -> None:
-    raised, (kept, returned, again) = _run()
+    raised, (kept, returned, again, in_thread) = _run()
     assert raised == "True"
     assert kept < MANY < returned
     assert again < MANY
+    assert in_thread < MANY
 
 
-def test_variables_of_the_user_win() -> None:
-    raised, faults = _run(MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+@pytest.mark.parametrize(
+    "variable", [("MALLOC_MMAP_THRESHOLD_", str(1 << 20)), ("MALLOC_ARENA_MAX", "8")]
+)
+def test_variables_of_the_user_win(variable: tuple[str, str]) -> None:
+    raised, faults = _run(**dict([variable]))
     assert raised == "False"
     assert min(faults) > MANY
