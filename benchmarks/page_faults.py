@@ -13,12 +13,13 @@ import statistics
 import subprocess
 import sys
 
+from benchmarks.options import whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of both processes (default 3)")
-    parser.add_argument("--steps", type=int, default=6, help="that are measured (default 6)")
+    parser.add_argument("--rounds", type=whole(), default=3, help="of both processes (default 3)")
+    parser.add_argument("--steps", type=whole(), default=6, help="that are measured (default 6)")
     parser.add_argument("--only", help="run this one, MODEL:STRATEGY; the script uses this")
     args = parser.parse_args()
 
