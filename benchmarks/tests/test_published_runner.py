@@ -117,10 +117,12 @@ except KeyboardInterrupt:
     assert process.wait(30) == 130
     assert process.stderr is not None
     process.stderr.close()
+    for _ in range(100):  # it is there until the system's first process has asked for its end
+        if not Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.05)
     with pytest.raises(ProcessLookupError):
-        for _ in range(100):  # it is there until the system's first process has asked for its end
-            os.kill(child, 0)
-            time.sleep(0.05)
+        os.kill(child, 0)
     (kept,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (kept["name"], kept["status"]) == ("short", "done")
 

@@ -15,10 +15,19 @@ from spmd_core.program.compilation import build
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
 
-def test_with_whole_parameters_only_gradients_are_marked():
+def test_with_whole_parameters_nothing_is_marked():
     mesh = spmd.Mesh(range(8), (8,), ("data",))
-    counts = chosen(Kind.DATA, mesh, lambda r, g, s: (len(s.marks), len(s.gradients)))
-    assert counts[0] == counts[1] > 0
+    assert chosen(Kind.DATA, mesh, lambda r, g, s: len(s.marks)) == 0
+
+
+def test_gradients_of_split_parameters_are_marked():
+    mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+
+    def read(recorded, groups, found):
+        return len(found.gradients), {s.is_replicated for t, s in found.marks}
+
+    count, replicated = chosen(Kind.FSDP, mesh, read)
+    assert count >= 5 and replicated == {False}  # two weights of two blocks, and the table
 
 
 def test_features_and_parameters_over_two_axes_move_what_an_expert_would():

@@ -74,6 +74,8 @@ def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
             continue
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
             tensor = _as_updated(groups, tensor)
+            if sharding(tensor).is_replicated:
+                continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
     return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
@@ -82,10 +84,10 @@ def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
     """The tensors inside of a step whose shardings the partitioner might choose in another way.
 
-    Those are gradients of parameters; what an operation reads in another layout than it has, as the
-    partitioner would spread the reader's layout to what computes it; and the results of products,
-    sums and lookups, unless they follow from operands that agree. More marks would only stand
-    between operations that passes and the compiler join.
+    Those are gradients of parameters that are split; what an operation reads in another layout than
+    it has, as the partitioner would spread the reader's layout to what computes it; and the results
+    of products, sums and lookups, unless they follow from operands that agree. More marks would
+    only stand between operations that passes and the compiler join.
     """
     step = groups.step
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
