@@ -50,6 +50,15 @@ def test_the_line_has_bytes_and_seconds(terminal):
     assert all(line.startswith("loading: ") for line in lines(terminal))
 
 
+def test_the_line_fits_the_terminal(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with progress.shown("saving " + "long/" * 20, total_bytes=2_000_000_000):
+        wait_for(terminal, "..")
+    (line, *_) = lines(terminal)
+    assert len(line) == 39
+    assert line.startswith("saving ") and line.endswith("...: 0.0 of 2.0 GB, 0 s so far")
+
+
 def test_the_innermost_work_has_the_line(terminal):
     with progress.shown("outer"):
         wait_for(terminal, "outer")

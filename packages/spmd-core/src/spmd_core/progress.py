@@ -4,6 +4,7 @@ The line is written to stderr if that is a terminal, some seconds after the work
 erased at its end. Of work inside of other work, the innermost has the line.
 """
 
+import shutil
 import sys
 import threading
 import time
@@ -33,7 +34,11 @@ class _Work:
         done = ""
         if self.total_bytes:
             done = f": {self.done_bytes / 1e9:.1f} of {self.total_bytes / 1e9:.1f} GB"
-        return f"{self.text}{done}, {time.perf_counter() - self.start:.0f} s so far{self.last}"
+        rest = f"{done}, {time.perf_counter() - self.start:.0f} s so far{self.last}"
+        # A line that wraps is not erased as a whole.
+        room = shutil.get_terminal_size().columns - 1 - len(rest)
+        text = self.text if len(self.text) <= room else f"{self.text[: max(room - 3, 0)]}..."
+        return text + rest
 
 
 @contextmanager

@@ -228,7 +228,7 @@ def plan(
                     left_out.append(seen.program.record)
                     continue
                 try:
-                    with progress.shown(f"compiling {seen.program.name} for {found}"):
+                    with progress.shown(f"compiling {seen.program.name} for {found.name}"):
                         programs.append(_compiled(seen, found, machine_code=machine_code))
                 except DeviceMemoryError as error:
                     refusals.append(str(error))
