@@ -47,7 +47,8 @@ _SENT: dict[str, Callable[[float, int], float]] = {
     "all-to-all": lambda result, n: result * (n - 1) / n,
     "collective-permute": lambda result, n: result,
 }
-_AXIS = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
+# An axis, or a part of one, as Shardy and StableHLO write it.
+_AXIS = re.compile(r'"([^"]+)"(?:(?::|, sub_axis_info = )\(\d+\)(\d+))?')
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,16 @@ class _Reader:
         kind = operation.name.removeprefix("stablehlo.").replace("_", "-")
         if kind not in _SENT:
             return
-        groups = np.array(operation.attributes["replica_groups"])
-        members = self._slices[groups]
-        crosses = bool((members != members[:, :1]).any())
         result = sum(_num_bytes(x.type) for x in operation.results)
-        self._add(kind, crosses, times, _SENT[kind](result, groups.shape[1]))
+        axes = self._axes(operation.attributes["replica_groups"])
+        if axes:  # as jax 0.12 writes them
+            size = math.prod(n for _, n in axes)
+            crosses = any(self._crossing[a] for a, _ in axes)
+        else:
+            groups = np.array(operation.attributes["replica_groups"])
+            members = self._slices[groups]
+            size, crosses = groups.shape[1], bool((members != members[:, :1]).any())
+        self._add(kind, crosses, times, _SENT[kind](result, size))
 
     def _add(self, kind: str, crosses: bool, times: int, sent: float) -> None:
         count, total = self._found.get((kind, crosses), (0, 0.0))
