@@ -276,8 +276,10 @@ def _activations(recorded: RecordedStep, best: Tried, groups: Groups) -> dict[st
     """The partition specs of modules' results, by the module's name in its model.
 
     Of modules that have parameters of their own, and of those that are called in several layouts
-    none.
+    none. None at all where the step's collectives are the same without.
     """
+    if best.propagated_s is not None and not best.shardings.marks_results:
+        return {}
     marks = dict(best.shardings.marks)
     found = {}
     for module, path in module_paths.paths(recorded.module_results).items():

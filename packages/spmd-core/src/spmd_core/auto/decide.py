@@ -13,7 +13,7 @@ from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, sharding_of, shardings
-from spmd_core.auto.propagated import MLIRError, propagated, seconds
+from spmd_core.auto.propagated import MLIRError, Moved, propagated, seconds
 from spmd_core.auto.solve import sent
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
@@ -24,6 +24,7 @@ from spmd_core.program import ir
 from spmd_core.program.compilation import build
 from spmd_core.program.lower import lower
 from spmd_core.program.program import Program
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Target
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
@@ -34,6 +35,8 @@ _MARGIN = 0.9
 # Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
 # operations in all, as lowering and propagation take about a millisecond for each.
 _MOST_PROPAGATED, _MOST_OPERATIONS = 10, 20_000
+# Collectives whose times differ by so much, relatively, are the same.
+_SAME = 0.01
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
 
@@ -136,8 +139,8 @@ def decide(
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
         made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
-        known = {x.shardings for x in tried}
-        made = [x for x in made if x.shardings not in known]
+        known = {x.candidate for x in tried}
+        made = [x for x in made if x.candidate not in known]
         if objective == "memory" or number:  # where nothing has fitted, time does not matter
             made.sort(key=lambda x: (x.candidate.solution.bytes, x.candidate.solution.seconds))
         progress.made = made
@@ -244,17 +247,31 @@ def _by_propagation(
     with _planned_on(topology):
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
-            graph = ir.Graph.of(marked(recorded, one.shardings))
+            forms = dict.fromkeys([one.shardings.without_results(), one.shardings])
             try:
-                moved = propagated(lower(graph, Target.of(graph), f"auto_{i}"), machine)
+                moved = {x: _moved(recorded, x, f"auto_{i}", machine) for x in forms}
             except MLIRError as error:
                 report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
                 continue
-            took = one.candidate.solution.work_s + seconds(moved, machine)
-            found.append(replace(one, propagated_s=took, sent=sum(x.bytes for x in moved)))
+            times = {x: seconds(of, machine) for x, of in moved.items()}
+            # Without marks of results where they change nothing. Where less is sent without them,
+            # devices may compute the same.
+            whole = times[one.shardings]
+            best = next(x for x in forms if abs(times[x] - whole) <= _SAME * whole)
+            took = one.candidate.solution.work_s + times[best]
+            bytes_sent = sum(x.bytes for x in moved[best])
+            found.append(replace(one, shardings=best, propagated_s=took, sent=bytes_sent))
     found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
-    known = {x.shardings for x in found}
-    return [*found, *(x for x in made if x.shardings not in known)]
+    known = {x.candidate for x in found}
+    return [*found, *(x for x in made if x.candidate not in known)]
+
+
+def _moved(
+    recorded: RecordedGraph, found: Shardings, name: str, machine: Machine
+) -> tuple[Moved, ...]:
+    """What a step with these shardings sends, by Shardy's propagation."""
+    graph = ir.Graph.of(marked(recorded, found))
+    return propagated(lower(graph, Target.of(graph), name), machine)
 
 
 def _compile(

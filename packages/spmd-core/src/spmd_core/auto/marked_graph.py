@@ -40,6 +40,15 @@ class Shardings:
         whole = Placement.of(replicated(self.mesh.ids), None)
         return [marked_placement(s) if s.ndim else whole for s in self.leaves]
 
+    def without_results(self) -> "Shardings":
+        """These, with marks of gradients alone."""
+        return replace(self, marks=tuple(x for x in self.marks if x[0] in self.gradients))
+
+    @property
+    def marks_results(self) -> bool:
+        """Whether more than gradients is marked."""
+        return len(self.marks) > len(self.gradients)
+
     @property
     def mesh_text(self) -> str:
         """The mesh as `fsdp=4,tensor=2`."""
