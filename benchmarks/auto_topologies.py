@@ -66,7 +66,7 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "seconds": None,
         "peak_bytes": made.peak_bytes,
         "fits": made.fits is not False,
-        "refusals": list(made.refusals),
+        "refusals": [text.replace(f"{Path.cwd()}/", "") for text in made.refusals],
         "plan_s": time.perf_counter() - start,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "shardings": [found.text for found in made.shardings],
