@@ -121,7 +121,8 @@ class TrainConfig(RunConfig):
     )
     scan: bool = knob(
         False,
-        "run the blocks as one loop of the program, which compiles as fast as a few blocks",
+        "run the blocks as loops of the program: the square root of their number, at most 6, "
+        "which compiles as fast as so many blocks",
         action=argparse.BooleanOptionalAction,
         resumable=True,
     )
@@ -218,7 +219,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         )
     if config.scan and config.strategy == "pipeline":
         raise KnobError(
-            "--scan runs the blocks as one loop, and a pipeline has stages of them; got --strategy "
+            "--scan runs the blocks as loops, and a pipeline has stages of them; got --strategy "
             "pipeline. Leave out one of them."
         )
     if config.pack and config.strategy == "pipeline":

@@ -69,7 +69,7 @@ def run(config: TrainConfig) -> Report:
     # Before the shardings: parameters are then gathered for each of a block's two runs.
     recompute(model.transformer.h, config.remat)
     if config.scan:
-        spmd.scan_model(model)
+        spmd.scan_model(model, loops=min(6, round(math.sqrt(model.config.n_layer))))
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     stages = None

@@ -109,7 +109,8 @@ class TrainConfig(RunConfig):
     )
     scan: bool = knob(
         False,
-        "run the blocks as one loop of the program, which compiles as fast as a few blocks",
+        "run the blocks as loops of the program: the square root of their number, at most 6, "
+        "which compiles as fast as so many blocks",
         action=argparse.BooleanOptionalAction,
         resumable=True,
     )

@@ -73,7 +73,7 @@ def run(config: TrainConfig) -> Report:
     adapted = lora.add(model, rank=config.lora, alpha=config.lora_alpha, seed=config.seed)
     recompute(model.model.layers, config.remat)
     if config.scan:
-        spmd.scan_model(model)
+        spmd.scan_model(model, loops=min(6, round(math.sqrt(model.config.num_hidden_layers))))
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     if mesh:

@@ -111,7 +111,7 @@ def test_meshes_have_the_losses_of_eager_torch(
         (["--workers", "2"], "--workers read packed documents; got --workers 2 and no --pack"),
         (["--pack", "--workers", "-1"], "--workers must be at least 0; got -1"),
         (["--pack", "--mesh", "pipe=2", "--strategy", "pipeline"], "got --strategy pipeline"),
-        (["--scan", "--mesh", "pipe=2", "--strategy", "pipeline"], "--scan runs the blocks as one"),
+        (["--scan", "--mesh", "pipe=2", "--strategy", "pipeline"], "--scan runs the blocks"),
         (
             ["--pack", "--device", "cpu", "--max-mb", "0.05", "--batch", "70"],
             "packed documents must fill one training batch of 70 sequences",

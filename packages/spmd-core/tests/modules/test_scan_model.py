@@ -97,6 +97,20 @@ def test_undo_and_paths():
     assert num_loops(compare(elementary, mine, X)) == 1
 
 
+def test_a_stack_as_several_loops():
+    right, mine = pair(lambda: nn.Sequential(*(Other() for _ in range(7))))
+    for loops, found in ((3, 3), (5, 3), (1, 1)):  # each of two layers or more
+        assert spmd.scan_model(mine, loops=loops) is mine
+        assert num_loops(compare(right, mine, X)) == found
+    again = copy.deepcopy(spmd.scan_model(copy.deepcopy(mine), loops=2))
+    assert num_loops(compare(right, again, X)) == 2 and num_loops(compare(right, mine, X)) == 1
+    right, mine = pair(Model)  # stacks of three, two and three
+    spmd.scan_model(mine, loops=2)
+    assert num_loops(compare(right, mine, X)) == 3
+    with pytest.raises(ValueError, match="whole number of at least 1; got 0"):
+        spmd.scan_model(mine, loops=0)
+
+
 def test_what_is_no_stack():
     class Numbered(nn.Module):
         def __init__(self, size):

@@ -5,6 +5,7 @@ import copyreg
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch import nn
@@ -20,8 +21,10 @@ M = TypeVar("M", bound=nn.Module)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@checked()
-def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool = False) -> M:
+@checked(loops=1)
+def scan_model(
+    model: M, path: str | Sequence[str] | None = None, *, loops: int = 1, undo: bool = False
+) -> M:
     """Has the stacks of layers in a model run as loops of the program, in place.
 
     A stack is two or more layers, one behind the other in a `ModuleList`, `Sequential` or
@@ -41,13 +44,20 @@ def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool 
     finds its own by its number, such as Hugging Face's `StaticCache` after
     `early_initialization()`. Layers that get another object which they may change run one after
     another, with a warning; so do layers on the CPU, without one. A deep copy of the model has the
-    loops, a pickle has not.
+    loops, a pickle has not. A second call divides the stacks that it finds anew.
+
+    In training, a loop has the gradients of all its layers and all that forward has saved for them
+    at the same time. With `loops`, each has a part of the layers, and what the part saved is gone
+    before the gradients of the next part are made.
 
     Args:
         model: a model, such as one of Hugging Face's. Its list of layers may have others before
             and behind those of a stack.
         path: the name of such a list in the model, or several; by default all
             with alike layers that have modules inside and are in no other such layer.
+        loops: the number of loops, one behind the other, that a stack becomes; each has two layers
+            or more. The square root of the number of layers takes little more memory than layers
+            that run one after another, and compiles as many layers as there are loops.
         undo: whether the stacks go back to layers that run one after another.
 
     Returns:
@@ -56,6 +66,7 @@ def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool 
     Raises:
         WrapError: there is no stack, or no module of such a name.
         TypeError: not a module.
+        ValueError: `loops` is less than 1.
 
     Example:
         >>> import torch
@@ -71,13 +82,19 @@ def scan_model(model: M, path: str | Sequence[str] | None = None, *, undo: bool 
         return model
     found = [*_all_stacks(model)] if path is None else [*_stacks_at(model, path)]
     for name, container, layers in found:
-        if any(layer.__dict__.get(ATTRIBUTE) is not None for layer in layers):
-            continue  # it is one already
-        stack = LayerStack(name, container)
-        for layer in layers:
-            layer.__dict__[ATTRIBUTE] = stack
-            layer.__class__ = _scanned(class_of(layer))
+        for part in _parts(layers, loops):
+            stack = LayerStack(name, container)
+            for layer in part:
+                layer.__dict__[ATTRIBUTE] = stack
+                layer.__class__ = _scanned(class_of(layer))
     return model
+
+
+def _parts(layers: Sequence[nn.Module], loops: int) -> list[Sequence[nn.Module]]:
+    """Layers in parts of two or more that differ by one at most, at most as many as `loops`."""
+    count = min(loops, len(layers) // 2)
+    ends = [i * len(layers) // count for i in range(count + 1)]
+    return [layers[first:end] for first, end in pairwise(ends)]
 
 
 def _all_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
