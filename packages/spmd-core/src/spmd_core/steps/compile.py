@@ -17,6 +17,7 @@ from spmd_core.program.planning import CutPlan
 from spmd_core.program.program import Program
 from spmd_core.program.small_state import CapturedCall
 from spmd_core.source_lines import user_line
+from spmd_core.steps.capture import scalers
 from spmd_core.steps.capture.captured import OF_A_BLOCK, Captured
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -241,6 +242,7 @@ class StepProgram(ContextDecorator):
                 f"under full_graph=True nothing is executed inside {self._text()}; "
                 f"{user_line()} needs a value that the region computes. "
                 "Move it after the region, or leave out full_graph."
+                f"{scalers.ADVICE if scalers.is_reading() else ''}"
             )
         if self._outer_guard is not None:
             self._outer_guard.before_cut()

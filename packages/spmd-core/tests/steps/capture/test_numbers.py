@@ -84,21 +84,6 @@ def test_dropout_in_layers_that_run_as_a_loop(mesh_2d):
     assert runs[0] == runs[1]
 
 
-def test_a_gradient_scaler_is_refused():
-    model = nn.Linear(3, 2).to("xla")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("xla")
-
-    @spmd.compile(capture=True)
-    def step(x):
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    with pytest.raises(CaptureError, match="got one that something keeps, float32"):
-        step(torch.ones(4, 3).to("xla"))
-
-
 def test_numbers_that_vary_without_an_argument_are_refused(monkeypatch):
     monkeypatch.setattr(torch.nn, "of_a_test", map(float, range(9)), raising=False)
     step = spmd.compile(lambda x: x * next(torch.nn.of_a_test), capture=True)

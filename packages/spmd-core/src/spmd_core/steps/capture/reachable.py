@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from spmd_core.errors import CaptureError
-from spmd_core.steps.capture import code_names, contents
+from spmd_core.steps.capture import code_names, contents, scalers
 from spmd_core.steps.capture.code_names import is_users
 from spmd_core.steps.capture.module_hooks import GLOBAL_HOOKS, unread
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of
@@ -36,7 +36,10 @@ ATOMS = (
     types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 # The classes of torch whose objects are walked.
-_OWNERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OWNERS = (
+    torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)  # fmt: skip
 # What objects of other classes of these packages hold does not change what a step computes, but
 # for those modules of Python's own whose objects hold what the user puts there.
 _FOLLOWED = frozenset({"types", "argparse", "collections", "enum", "queue", "threading", "weakref"})
@@ -392,8 +395,12 @@ class _Walk:
             self._some(path, attributes, sorted(self._known & attributes.keys()))
             self._absent(attributes, self._known)
         else:
-            self._some(path, attributes, attributes)
+            apart = {scalers.STATES} if isinstance(value, torch.amp.GradScaler) else ()
+            self._some(path, attributes, [name for name in attributes if name not in apart])
             self.reached.sized.append(attributes)
+        if isinstance(value, torch.amp.GradScaler):
+            states = self._view(lambda name: scalers.num_states(value))
+            self._some(path, states, [f"len({scalers.STATES})"])
         if slots := [name for base in kind.__mro__ for name in _slots(base)]:
             self._some(path, self._view(lambda name: getattr(value, name, MISSING)), slots)
         if of_user:
