@@ -110,7 +110,7 @@ def test_states_of_optimizers_end_with_the_call():
 def test_an_optimizer_that_does_not_look_at_gradients(capture):
     training = Training("xla", lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     step = spmd.compile(training.step, full_graph=not capture, capture=capture)
-    with pytest.raises(ProgramError, match="reads whether all gradients are finite.*fused=True"):
+    with pytest.raises(ProgramError, match=r"reads whether all gradients are finite.*fused=True"):
         step(training.batch(0))
     eager = Training("cpu", OPTIMIZERS["AdamW"])
     training = Training("xla")  # the advice

@@ -399,8 +399,8 @@ class _Walk:
             self._some(path, attributes, [name for name in attributes if name not in apart])
             self.reached.sized.append(attributes)
         if isinstance(value, torch.amp.GradScaler):
-            states = self._view(lambda name: scalers.num_states(value))
-            self._some(path, states, [f"len({scalers.STATES})"])
+            count = self._view(lambda name: scalers.num_states(value))
+            self._some(path, count, [f"len({scalers.STATES})"])
         if slots := [name for base in kind.__mro__ for name in _slots(base)]:
             self._some(path, self._view(lambda name: getattr(value, name, MISSING)), slots)
         if of_user:
