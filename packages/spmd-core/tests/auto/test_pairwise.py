@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from spmd_core.auto import pairwise
 from spmd_core.auto.pairwise import Limit, least
 
 
@@ -34,15 +35,24 @@ def best_of_all(own, between, limits=()):
     )
 
 
-# Density 0.3 has trees and rings, which elimination takes alone, and 0.9 leaves a program.
+# Where tables may have but one entry, density 0.3 has trees and rings, which elimination takes
+# alone, and 0.9 leaves a program.
+@pytest.mark.parametrize("most_entries", [1, pairwise._MOST_ENTRIES])
 @pytest.mark.parametrize("density", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_graph(seed, density):
+def test_any_graph(seed, density, most_entries, monkeypatch):
+    monkeypatch.setattr(pairwise, "_MOST_ENTRIES", most_entries)
     own, between = problem(seed, 7, density)
     kept = [x.copy() for x in own]
     found = least(own, between)
     assert cost(own, between, found) == pytest.approx(best_of_all(own, between), rel=1e-3)
     assert all((x == y).all() for x, y in zip(own, kept))  # the caller's costs stay
+
+
+def test_tables_of_a_moderate_size_need_no_program(monkeypatch):
+    monkeypatch.setattr(pairwise, "_solved", None)
+    own, between = problem(0, 9, 0.9)
+    assert cost(own, between, least(own, between)) == pytest.approx(best_of_all(own, between))
 
 
 @pytest.mark.parametrize("seed", range(4))

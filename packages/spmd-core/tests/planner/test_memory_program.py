@@ -150,14 +150,14 @@ def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
 def test_a_process_that_ends_without_a_result(script, message, compile_by, tmp_path):
     compile_by(script)
     with pytest.raises(spmd.errors.PlanError, match=message):
-        memory_program._run(tmp_path)
+        memory_program._Child(tmp_path).wait()
 
 
 def test_flags_of_the_cpus_compiler_are_not_handed_over(compile_by, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
     compile_by("import os; raise ValueError(os.environ.get('XLA_FLAGS', 'no flags'))")
     with pytest.raises(spmd.errors.PlanError, match="'ValueError: no flags'"):
-        memory_program._run(tmp_path)
+        memory_program._Child(tmp_path).wait()
 
 
 def test_an_interruption_ends_the_process(compile_by, tmp_path):
@@ -177,7 +177,7 @@ def test_an_interruption_ends_the_process(compile_by, tmp_path):
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        memory_program._run(tmp_path)
+        memory_program._Child(tmp_path).wait()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 

@@ -1,14 +1,16 @@
 """Decides among candidates by Shardy's propagation, and among the best ones by compilation."""
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spmd_core.auto.axis_names import axis_names
 from spmd_core.auto.candidates import Candidate, Kind, candidates
+from spmd_core.auto.compiled import compiled
 from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
@@ -18,10 +20,8 @@ from spmd_core.auto.solve import sent
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
 from spmd_core.planner.planned import ProgramPlan
-from spmd_core.planner.program_plan import program_plan
 from spmd_core.planner.topology import Topology
 from spmd_core.program import ir
-from spmd_core.program.compilation import build
 from spmd_core.program.lower import lower
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
@@ -149,13 +149,16 @@ def decide(
         if not number:
             made = progress.made = _by_propagation(groups, made, topology, machine, report)
         chosen = made[:most] if number else _diverse(made, most)
+        left = [x for x in made if x not in chosen]
+        chosen = _with_needed_marks(groups, chosen, topology, machine)
+        progress.made = made = [*chosen, *left]
         _compile(groups, chosen, topology, machine, names, report, progress)
         best = _best(tried, memory, objective)
         if best is not None:
             others = sorted(
                 (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
             )
-            return [best, *others, *(x for x in made if x not in chosen)]
+            return [best, *others, *left]
         assert memory is not None and limit is not None
         if found:
             limit = max((limit + too_small) / 2, min(0.8 * limit, _tighter(tried, memory)))
@@ -247,23 +250,45 @@ def _by_propagation(
     with _planned_on(topology):
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
-            forms = dict.fromkeys([one.shardings.without_results(), one.shardings])
             try:
-                moved = {x: _moved(recorded, x, f"auto_{i}", machine) for x in forms}
+                moved = _moved(recorded, one.shardings, f"auto_{i}", machine)
             except MLIRError as error:
                 report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
                 continue
-            times = {x: seconds(of, machine) for x, of in moved.items()}
-            # Without marks of results where they change nothing. Where less is sent without them,
-            # devices may compute the same.
-            whole = times[one.shardings]
-            best = next(x for x in forms if abs(times[x] - whole) <= _SAME * whole)
-            took = one.candidate.solution.work_s + times[best]
-            bytes_sent = sum(x.bytes for x in moved[best])
-            found.append(replace(one, shardings=best, propagated_s=took, sent=bytes_sent))
+            took = one.candidate.solution.work_s + seconds(moved, machine)
+            bytes_sent = sum(x.bytes for x in moved)
+            found.append(replace(one, propagated_s=took, sent=bytes_sent))
     found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
     known = {x.candidate for x in found}
     return [*found, *(x for x in made if x.candidate not in known)]
+
+
+def _with_needed_marks(
+    groups: Groups, chosen: Sequence[Tried], topology: Topology, machine: Machine
+) -> list[Tried]:
+    """These candidates, without marks of results where Shardy's collectives are the same without.
+
+    Where less is sent without them, devices may compute the same.
+    """
+    found: list[Tried] = []
+    with _planned_on(topology):
+        for one in chosen:
+            bare = one.shardings.without_results()
+            if one.propagated_s is None or bare == one.shardings:
+                found.append(one)
+                continue
+            work_s = one.candidate.solution.work_s
+            try:
+                moved = _moved(groups.step.recorded, bare, "auto_bare", machine)
+            except MLIRError:  # then the marks are needed
+                found.append(one)
+                continue
+            took, whole = seconds(moved, machine), one.propagated_s - work_s
+            if abs(took - whole) <= _SAME * whole:
+                bytes_sent = sum(x.bytes for x in moved)
+                one = replace(one, shardings=bare, propagated_s=work_s + took, sent=bytes_sent)
+            found.append(one)
+    return found
 
 
 def _moved(
@@ -284,26 +309,40 @@ def _compile(
     progress: Progress,
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried."""
-    with _planned_on(topology):
-        for i, one in enumerate(chosen, 1):
-            report(f"compiling candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
-            graph = marked(groups.step.recorded, one.shardings)
-            program = None
-            try:
-                if progress.programs is not None and topology.request is None:
-                    program = build(graph, f"auto_{i}", names=lambda: names)
-                    progress.programs[one.shardings] = program
-                figures = program_plan(graph, f"auto_{i}", topology, program=program, names=names)
-            except DeviceMemoryError as error:
-                progress.tried.append(replace(one, refusal=str(error)))
-                continue
-            took = program_seconds(figures, machine, one.candidate.solution.work_s)
-            bytes_sent = one.sent
-            if one.propagated_s is None:
-                ids = one.shardings.mesh.ids
-                model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
-                bytes_sent = sent(model, one.candidate.solution.choices)
-            progress.tried.append(replace(one, program=figures, seconds=took, sent=bytes_sent))
+    recorded, programs = groups.step.recorded, progress.programs
+    made: dict[int, Tried] = {}
+    before = list(progress.tried)
+
+    def starting(i: int) -> None:
+        mesh = chosen[i].shardings.mesh_text
+        report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
+
+    def keep(i: int, program: Program) -> None:
+        assert programs is not None
+        programs[chosen[i].shardings] = program
+
+    graphs = [functools.partial(marked, recorded, x.shardings) for x in chosen]
+    taken = None if programs is None else keep
+    with (
+        _planned_on(topology),
+        closing(
+            compiled(graphs, topology, names=names, starting=starting, keep=taken)
+        ) as all_found,
+    ):
+        for i, found in all_found:
+            one = chosen[i]
+            if isinstance(found, DeviceMemoryError):
+                made[i] = replace(one, refusal=str(found))
+            else:
+                took = program_seconds(found, machine, one.candidate.solution.work_s)
+                bytes_sent = one.sent
+                if one.propagated_s is None:
+                    ids = one.shardings.mesh.ids
+                    model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
+                    bytes_sent = sent(model, one.candidate.solution.choices)
+                made[i] = replace(one, program=found, seconds=took, sent=bytes_sent)
+            # In the order of the candidates, whichever was compiled first.
+            progress.tried[:] = [*before, *(made[i] for i in sorted(made))]
 
 
 def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:

@@ -1,21 +1,25 @@
 """The choices of least cost, where single choices and pairs of choices have costs.
 
-Elements with at most two neighbours are eliminated first: for each choice of its neighbours an
-element's best choice is known, so its cost becomes one of the neighbours, or of their pair. This is
-exact, and takes nearly all elements of a step. What is left is a mixed integer program: products of
-choices are variables of their own, constrained by their marginals (the local polytope), and HiGHS
-solves it (Huangfu and Hall, 2018). Limits on sums, as of memory, do not pass through an
-elimination: where the best choices without limits break them, the program has all elements.
+Elements are eliminated, those with the smallest tables first: for each choice of its neighbours an
+element's best choice is known, so its cost becomes one of the neighbours together (Bertele and
+Brioschi, "Nonserial Dynamic Programming", 1972). This is exact. Where a table would become too
+large, only elements with at most two neighbours are eliminated, and what is left is a mixed integer
+program: products of choices are variables of their own, constrained by their marginals (the local
+polytope), and HiGHS solves it (Huangfu and Hall, 2018). Limits on sums, as of memory, do not pass
+through an elimination: where the best choices without limits break them, the program has all
+elements.
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize, sparse
 
-_MOST_NEIGHBOURS = 2  # of an element that is eliminated
+_MOST_ENTRIES = 1 << 18  # of the table of an element and its neighbours
+_MOST_NEIGHBOURS = 2  # of an element that is eliminated where tables become larger
 _GAP = 1e-3
 _MOST_NODES = 500  # of branch and bound; a limit of time would make results differ
 
@@ -57,68 +61,130 @@ def least(
 
 
 @dataclass
-class _Eliminated:
-    """An element that was eliminated: its costs, by the choices of its neighbours."""
+class _Table:
+    """Costs by the choices of some elements.
 
-    element: int
-    neighbours: tuple[int, ...]
-    costs: np.ndarray  # its own dim first, then those of the neighbours
+    Attributes:
+        elements: the elements, ascending.
+        costs: a dim for each.
+    """
+
+    elements: tuple[int, ...]
+    costs: np.ndarray
+
+    def over(self, elements: Sequence[int]) -> np.ndarray:
+        """The costs, with a dim for each of these elements, of size 1 for those that it lacks."""
+        shape = [1] * len(elements)
+        for element, size in zip(self.elements, self.costs.shape):
+            shape[elements.index(element)] = size
+        return self.costs.reshape(shape)
 
 
 def _without_limits(
     own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]
 ) -> list[int] | None:
-    costs = [np.array(x) for x in own]
-    # For each element its neighbours, with the costs of both: its own choice is the first dim.
-    around: list[dict[int, np.ndarray]] = [{} for _ in own]
-    for (a, b), x in pairs.items():
-        around[a][b], around[b][a] = x, x.T
-    gone: list[_Eliminated] = []
-    left = set(range(len(own)))
-    # Those with fewest neighbours come first, and equals in their order.
-    queue = [(len(x), element) for element, x in enumerate(around) if len(x) <= _MOST_NEIGHBOURS]
-    heapq.heapify(queue)
-    while queue:
-        count, element = heapq.heappop(queue)
-        if element not in left or len(around[element]) != count:
-            continue
-        left.remove(element)
-        neighbours = tuple(sorted(around[element]))
-        table = costs[element].reshape(-1, *(1 for _ in neighbours))
-        for i, other in enumerate(neighbours):
-            shape = [-1, 1, 1][: len(neighbours) + 1]
-            shape[1 + i] = len(costs[other])
-            table = table + around[element][other].reshape(shape)
-            del around[other][element]
-        gone.append(_Eliminated(element, neighbours, table))
-        best = table.min(0)
-        if len(neighbours) == 1:
-            costs[neighbours[0]] += best
-        elif neighbours:
-            a, b = neighbours
-            around[a][b] = around[a].get(b, 0) + best
-            around[b][a] = around[a][b].T
-        for other in neighbours:
-            if len(around[other]) <= _MOST_NEIGHBOURS:
-                heapq.heappush(queue, (len(around[other]), other))
+    sizes = [len(x) for x in own]
+    order, core = _order(sizes, pairs)
+    tables: list[list[_Table]] = [[_Table((i,), x)] for i, x in enumerate(own)]
+    place = {element: i for i, element in enumerate(order)}
+
+    def add(table: _Table) -> None:
+        """To the element that is eliminated first; without one to any."""
+        first = min(table.elements, key=lambda x: place.get(x, len(order)))
+        tables[first].append(table)
+
+    for pair, x in pairs.items():
+        add(_Table(pair, x))
+    gone: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+    for element in order:
+        found = tables[element]
+        around = sorted({x for table in found for x in table.elements} - {element})
+        elements = (element, *around)
+        costs = np.zeros([sizes[x] for x in elements])
+        for table in found:
+            costs = costs + _transposed(table, element).over(elements)
+        gone.append((element, tuple(around), costs))
+        if around:
+            add(_Table(tuple(around), costs.min(0)))
     chosen = [0] * len(own)
-    if left:
-        core = sorted(left)
-        number = {element: i for i, element in enumerate(core)}
-        inner = {
-            (number[a], number[b]): x for a in core for b, x in sorted(around[a].items()) if a < b
-        }
-        found = _solved([costs[element] for element in core], inner, ())
-        if found is None:
+    if core:
+        found_core = _core(core, sizes, tables)
+        if found_core is None:
             return None
-        for element, choice in zip(core, found):
+        for element, choice in zip(core, found_core):
             chosen[element] = choice
-    for one in reversed(gone):
-        costs_of = np.moveaxis(one.costs, 0, -1)
-        for other in one.neighbours:
-            costs_of = costs_of[chosen[other]]
-        chosen[one.element] = int(np.argmin(costs_of))
+    for element, neighbours, costs in reversed(gone):
+        row = costs[(slice(None), *(chosen[x] for x in neighbours))]
+        chosen[element] = int(np.argmin(row))
     return chosen
+
+
+def _transposed(table: _Table, first: int) -> _Table:
+    """The table with the dim of one of its elements in front."""
+    i = table.elements.index(first)
+    if not i:
+        return table
+    rest = (*table.elements[:i], *table.elements[i + 1 :])
+    others = (x for x in range(table.costs.ndim) if x != i)
+    return _Table((first, *rest), table.costs.transpose((i, *others)))
+
+
+def _core(
+    core: Sequence[int], sizes: Sequence[int], tables: Sequence[Sequence[_Table]]
+) -> list[int] | None:
+    """The choices of the elements that are not eliminated."""
+    number = {element: i for i, element in enumerate(core)}
+    own = [np.zeros(sizes[element]) for element in core]
+    pairs: dict[tuple[int, int], np.ndarray] = {}
+    for table in (table for element in core for table in tables[element]):
+        at = tuple(number[x] for x in table.elements)
+        if len(at) == 1:
+            own[at[0]] += table.costs
+        else:
+            a, b = at
+            pairs[a, b] = pairs.get((a, b), 0) + table.costs
+    return _solved(own, dict(sorted(pairs.items())), ())
+
+
+def _order(
+    sizes: Sequence[int], pairs: Mapping[tuple[int, int], np.ndarray]
+) -> tuple[list[int], list[int]]:
+    """The elements to eliminate, in order, and those that are left.
+
+    The next one is that whose table is smallest; equals come in their order. Where tables would
+    become too large, only elements with at most two neighbours are eliminated.
+    """
+    for most_entries, most_neighbours in ((_MOST_ENTRIES, len(sizes)), (None, _MOST_NEIGHBOURS)):
+        around: list[set[int]] = [set() for _ in sizes]
+        for a, b in pairs:
+            around[a].add(b)
+            around[b].add(a)
+
+        def entries(element: int, around: list[set[int]] = around) -> int:
+            return sizes[element] * math.prod(sizes[x] for x in around[element])
+
+        queue = [(entries(x), x) for x in range(len(sizes)) if len(around[x]) <= most_neighbours]
+        heapq.heapify(queue)
+        order: list[int] = []
+        left = set(range(len(sizes)))
+        while queue:
+            count, element = heapq.heappop(queue)
+            is_known = element in left and len(around[element]) <= most_neighbours
+            if not is_known or entries(element) != count:
+                continue
+            if most_entries is not None and count > most_entries:
+                break
+            left.remove(element)
+            order.append(element)
+            for x in around[element]:
+                around[x] |= around[element]
+                around[x] -= {x, element}
+            for x in around[element]:
+                if len(around[x]) <= most_neighbours:
+                    heapq.heappush(queue, (entries(x), x))
+        if not left or most_entries is None:
+            break
+    return order, sorted(left)
 
 
 def _solved(

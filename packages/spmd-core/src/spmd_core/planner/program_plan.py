@@ -26,6 +26,7 @@ def program_plan(
     kept: Collection[int] = (),
     names: Mapping[Storage, str],
     machine_code: bool = False,
+    keep_texts: bool = False,
 ) -> ProgramPlan:
     """What a program takes on one device of a topology. Call it inside `abstract.planning`.
 
@@ -37,6 +38,7 @@ def program_plan(
         kept: the positions of leaves that it updates, or that a later run reads again.
         names: the names of its tensors, for errors.
         machine_code: whether to generate machine code for TPUs and count its bytes.
+        keep_texts: whether the compiler's texts stay, for an equal program of the same plan.
 
     Raises:
         DeviceMemoryError: the program does not fit.
@@ -52,7 +54,8 @@ def program_plan(
     assert program.dump_folder is not None
     memory = buffer_text.read(program.dump_folder)
     hlo = program.compiled_text()
-    shutil.rmtree(program.dump_folder)
+    if not keep_texts:
+        shutil.rmtree(program.dump_folder)
     roles = memory_uses.roles(program.graph, kept)
     rows = memory_uses.at_peak(program.graph, roles, memory, hlo, program.lowered.num_packed)
     collectives = communication.of_text(hlo, program.lowered)

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -88,13 +88,45 @@ def build(
         DeviceMemoryError: the program does not fit the device's memory.
         ProgramError: the program cannot be compiled for another reason.
     """
+    making = building(graph, name, names=names)
+    try:
+        lowered = next(making)
+        while True:
+            try:
+                program = compiler(lowered)
+            except jax.errors.JaxRuntimeError as error:
+                lowered = making.throw(error)
+            else:
+                lowered = making.send(program)
+    except StopIteration as end:
+        built: Program = end.value
+        return built
+
+
+def building(
+    graph: RecordedGraph, name: str, *, names: Callable[[], Mapping[Storage, str]]
+) -> Generator[Lowered, Program, Program]:
+    """As `build`, for callers that compile by themselves, such as several programs at a time.
+
+    Args:
+        graph, name, names: see `build`.
+
+    Yields:
+        What is to be compiled. Send its program, or throw jax's error.
+
+    Returns:
+        The program.
+
+    Raises:
+        DeviceMemoryError, ProgramError: as `build`.
+    """
     levels, refusal = iter(Replicated), None
     replicated_part = next(levels)
     while True:
         recorded = ir.Graph.of(graph)
         target = Target.of(recorded, replicated_part=replicated_part)
         try:
-            program = compiler(lower(recorded, target, name))
+            program = yield lower(recorded, target, name)
         except jax.errors.JaxRuntimeError as error:
             refusal = refusal or error
             is_invalid = "[hlo verifier]" in str(error) and len(graph.device_ids) > 1
@@ -116,7 +148,7 @@ def build(
             f"{len(graph.device_ids)} devices) invalid. It was compiled with "
             f"{replicated_part.value} replicated, which {_COSTS[replicated_part]}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,  # the caller of `build`
         )
     counters.record_program(program.record)
     return program

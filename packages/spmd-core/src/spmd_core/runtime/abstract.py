@@ -76,6 +76,7 @@ class Run:
         before_read: called before a read is refused; it may raise to end the plan.
         arrays: all arrays that are alive.
         programs: all programs, by their keys.
+        texts: folders with the compiler's texts of programs, by what was compiled.
     """
 
     dump_folder: Path
@@ -83,6 +84,7 @@ class Run:
     before_read: Callable[[], None]
     arrays: "weakref.WeakSet[AbstractArray]" = field(default_factory=weakref.WeakSet)
     programs: dict[Any, Any] = field(default_factory=dict)
+    texts: dict[str, Path] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def live_bytes(self, *, besides: Iterable[AbstractArray]) -> int:
