@@ -68,7 +68,6 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "fits": made.fits is not False,
         "refusals": [text.replace(f"{Path.cwd()}/", "") for text in made.refusals],
         "plan_s": time.perf_counter() - start,
-        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "shardings": [found.text for found in made.shardings],
     }
     if made.step is not None:
@@ -87,15 +86,51 @@ def _run(name: str, size: str, strategy: str) -> dict[str, Any]:
             made = Path(folder) / "figures.json"
             words = [sys.executable, "-m", "benchmarks.auto_topologies", "--json", str(made)]
             words += ["--only", f"{name}:{size}:{strategy}", "--topology", args.topology]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if not made.exists():
-                lines = [x for x in done.stderr.splitlines() if x.strip()] or ["no message"]
-                made.write_text(
-                    json.dumps({"seconds": None, "fits": False, "refusals": lines[-1:]})
-                )
-            path.write_text(made.read_text())
+            said, peak = _watched(words)
+            if made.exists():
+                figures = json.loads(made.read_text())
+            else:
+                lines = [x for x in said.splitlines() if x.strip()] or ["no message"]
+                figures = {"seconds": None, "fits": False, "refusals": lines[-1:]}
+            path.write_text(json.dumps({**figures, "host_bytes": peak}))
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def _watched(words: list[str]) -> tuple[str, int]:
+    """Runs a command.
+
+    Returns:
+        What it wrote to stderr; and the most bytes of memory that it and its children, such as
+        compilers, had together, looked at every tenth of a second.
+    """
+    peak = 0
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr)
+        try:
+            while process.poll() is None:
+                peak = max(peak, _tree_bytes(process.pid))
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+        stderr.seek(0)
+        return stderr.read(), peak
+
+
+def _tree_bytes(pid: int) -> int:
+    """The bytes in memory of a process and of all below it; 0 if it has ended."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        pages = int((folder / "statm").read_text().split()[1])
+        children = [
+            int(x)
+            for task in (folder / "task").iterdir()
+            for x in (task / "children").read_text().split()
+        ]
+    except OSError:
+        return 0
+    return pages * resource.getpagesize() + sum(map(_tree_bytes, children))
 
 
 def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:

@@ -140,6 +140,6 @@ def test_what_is_chosen_is_compiled_once(monkeypatch):
     numbers = itertools.count()
     monkeypatch.setattr(memory_program, "_key", lambda *args: str(next(numbers)))
     again = spmd.plan(train, topology="v4-8", auto=True)
-    assert len(started) == 2 + 3
+    assert len(started) == 2 + 1  # an equal search was made before
     assert again.step.parts == made.step.parts
     assert again.step.costs == made.step.costs
