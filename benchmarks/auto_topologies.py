@@ -11,6 +11,8 @@ Each plan runs in a process of its own. Finished plans are kept in `--cache`.
 """
 
 import json
+import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +27,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("models", nargs="*", default=MODELS_BY_DEFAULT, metavar="MODEL:SIZE")
     parser.add_argument("--topology", default="v4-16", help="default: v4-16")
     parser.add_argument("--cache", type=Path, default=Path("build/auto_topologies"))
-    parser.add_argument("--only", help="plan this one, MODEL:SIZE:STRATEGY; the script uses this")
-    parser.add_argument("--json", type=Path, help="where --only writes its figures")
+    parser.add_argument("--only", help="plan MODEL:SIZE:STRATEGY into the cache, and no more")
+    parser.add_argument("--json", type=Path, help="where --only writes figures; for its process")
     args = parser.parse_args()
 
 import resource
@@ -36,6 +38,7 @@ from tqdm import tqdm
 
 import spmd_core as spmd
 from benchmarks.auto_models import MODELS, mesh_of
+from benchmarks.environment import commit
 from spmd_core.auto.decide import program_seconds
 from spmd_core.auto.machine import Machine
 from spmd_core.planner.topology import find_topology
@@ -43,6 +46,26 @@ from spmd_core.planner.topology import find_topology
 STRATEGIES = ("data", "fsdp", "fsdp_tensor")
 AUTO = "auto"
 LEAST_RATIO = 0.96
+
+
+class _Searching(logging.Handler):
+    """Takes the time from the first search to its first compilation, by what the search says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.seconds: float | None = None
+        self._start_s: float | None = None
+        log = logging.getLogger("spmd_core.auto")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage()
+        if said.startswith("searching shardings") and self._start_s is None:
+            self._start_s = time.perf_counter()
+        elif said.startswith("compiling candidate 1") and self.seconds is None:
+            assert self._start_s is not None
+            self.seconds = time.perf_counter() - self._start_s
 
 
 def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any]:
@@ -60,6 +83,7 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
             step(*inputs)
             spmd.sync()
 
+    searching = _Searching()
     start = time.perf_counter()
     made = spmd.plan(train, topology=found, auto=strategy == AUTO)
     figures: dict[str, Any] = {
@@ -68,6 +92,9 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "fits": made.fits is not False,
         "refusals": [text.replace(f"{Path.cwd()}/", "") for text in made.refusals],
         "plan_s": time.perf_counter() - start,
+        "search_s": searching.seconds,
+        "commit": commit(),
+        "load": os.getloadavg(),
         "shardings": [found.text for found in made.shardings],
     }
     if made.step is not None:
@@ -139,7 +166,7 @@ def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:
     auto = of[AUTO]
     cells = [name]
     if best is None or auto["seconds"] is None:
-        return [*cells, *("-" if x is None else "fits" for x in (auto["seconds"], best)), *"----"]
+        return [*cells, *("-" if x is None else "fits" for x in (auto["seconds"], best)), *"------"]
     return [
         *cells,
         f"{auto['seconds'] * 1e3:,.1f} ms",
@@ -147,14 +174,19 @@ def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:
         f"{fitting[best]['seconds'] / auto['seconds']:.2f}",
         f"{auto['peak_bytes'] / 1e9:,.2f} GB",
         f"{fitting[best]['peak_bytes'] / 1e9:,.2f} GB",
+        "-" if auto.get("search_s") is None else f"{auto['search_s']:,.0f} s",
         f"{auto['plan_s']:,.0f} s",
+        f"{auto['host_bytes'] / 1e9:,.1f} GB",
     ]
 
 
 def main() -> None:
     if args.only:
         name, size, strategy = args.only.split(":")
-        args.json.write_text(json.dumps(planned(name, size, strategy, args.topology)))
+        if args.json:
+            args.json.write_text(json.dumps(planned(name, size, strategy, args.topology)))
+        else:
+            _run(name, size, strategy)
         return
     pairs = [model.split(":") for model in args.models]
     turns = [(name, size, s) for name, size in pairs for s in (*STRATEGIES, AUTO)]
@@ -175,7 +207,10 @@ def main() -> None:
         f"{verdict(not lost)}: what fits by hand fits automatically, too"
         + (f"; not {', '.join(lost)}." if lost else "."),
     ]
-    columns = ("model", "step, modelled", "best manual", "rate", "peak", "its peak", "whole plan")
+    columns = (
+        "model", "step, modelled", "best manual", "rate", "peak", "its peak", "search",
+        "whole plan", "host memory",
+    )  # fmt: skip
     rows = [_row(name, of) for name, of in found.items()]
     title = f"Automatic shardings compiled for {args.topology}; times are modelled"
     publish(
