@@ -64,6 +64,35 @@ def test_a_batch_that_a_mask_lacks_is_no_dim_of_a_matrix():
     assert part == pytest.approx(whole / 4)
 
 
+def test_rows_and_columns_are_a_matrix_dim_with_the_batch_for_a_kernel_of_one():
+    """Each device has a quarter of the work: it is not a batch of 2 padded to a whole tile."""
+    images, kernel = torch.ones(8, 16, 16, 16).to("xla"), torch.ones(32, 16, 1, 1).to("xla")
+    groups = groups_of(F.conv2d(images, kernel))
+    model = CostModel(groups, (4,), dataclasses.replace(_MACHINE, memory_bytes_per_s=1e15))
+    ((number, operation),) = [(i, o) for i, o in enumerate(groups.step.operations) if o.flops]
+    batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
+    nothing = [[NONE] * model.num_ties]
+    (whole, part), _ = model.plain_work(number, operation, 0, nothing, (NONE, batch))
+    assert part == pytest.approx(whole / 4)
+
+
+def test_statistics_of_a_batch_are_one_for_each_channel():
+    """Two all-reduces of the statistics, and not of an image."""
+    images = torch.ones(8, 4, 16, 16).to("xla")
+    weight, bias = torch.ones(4).to("xla"), torch.ones(4).to("xla")
+    groups = groups_of(F.batch_norm(images, None, None, weight, bias, training=True))
+    links = dataclasses.replace(_MACHINE, links_bytes_per_s=1.0, latency_s=0.0)
+    model = CostModel(groups, (4,), links)
+    ((number, operation),) = [
+        (i, o) for i, o in enumerate(groups.step.operations) if "batch_norm" in o.entry.name
+    ]
+    batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
+    arguments = (number, operation, 0, [[NONE] * model.num_ties], (NONE, batch))
+    (_, plain), _ = model.plain_work(*arguments)
+    (_, whole) = model._work(*arguments)
+    assert whole - plain == pytest.approx(2 * (2 * 4 * 4 * 3 / 4), rel=1e-3)  # bytes over the ring
+
+
 def test_compute_decides_where_it_is_slow_and_links_where_they_are():
     groups = two_products()
     slow = solve(CostModel(groups, (4,), dataclasses.replace(_MACHINE, flops=1e5)))

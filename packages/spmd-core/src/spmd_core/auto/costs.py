@@ -178,9 +178,12 @@ class CostModel:
                 costs[list(options).index(c)] += 2 * self._seconds(axis, rim)
             if c in options:
                 for t, i in operation.results:
-                    kept = any(f in dim for dim in operation.rule.results[i])
-                    if kept and f in operation.rule.reduced[i]:
-                        size = groups.step.tensors[t].num_bytes / operation.rule.sizes[f]
+                    kept = {x for dim in operation.rule.results[i] for x in dim}
+                    reduced = operation.rule.reduced[i] & kept
+                    if f in reduced:
+                        # The statistics: one for all elements along the dims that are reduced.
+                        count = math.prod(operation.rule.sizes[x] for x in reduced)
+                        size = groups.step.tensors[t].num_bytes / count
                         costs[list(options).index(c)] += 2 * self._all_reduce(axis, share * size)
                         break
         return costs

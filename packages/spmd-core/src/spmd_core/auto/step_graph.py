@@ -93,12 +93,13 @@ class Operation:
         """Its factors by the tensors that have them; whether all have them.
 
         One that is broadcast along a factor, as a mask may be along the batch, counts as having it.
+        A kernel of one row and column is not: rows and columns of its images are a matrix's.
         """
         found: dict[tuple[bool, ...], list[int]] = {}
         result = self.rule.results[self.results[0][1]] if self.results else ()
         tensors = []
         for _, dims in self.dims:
-            if len(dims) == len(result):
+            if len(dims) == len(result) and not self.entry.traits.images:
                 dims = tuple(own or kept for own, kept in zip(dims, result))
             if dims:
                 tensors.append({f for dim in dims for f in dim})
