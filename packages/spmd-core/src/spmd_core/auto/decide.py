@@ -37,6 +37,9 @@ _MARGIN = 0.9
 _MOST_PROPAGATED, _MOST_OPERATIONS = 10, 20_000
 # Collectives whose times differ by so much, relatively, are the same.
 _SAME = 0.01
+# Candidates that take so much longer than the best one after propagation are not compiled: a
+# compilation takes minutes, and what XLA does afterwards changes times by less.
+_WORTH = 1.25
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
 
@@ -148,7 +151,8 @@ def decide(
             return made
         if not number:
             made = progress.made = _by_propagation(groups, made, topology, machine, report)
-        chosen = made[:most] if number else _diverse(made, most)
+        worth = _worth_compiling(made) if objective == "time" else made
+        chosen = made[:most] if number else _diverse(worth, most)
         left = [x for x in made if x not in chosen]
         chosen = _with_needed_marks(groups, chosen, topology, machine)
         progress.made = made = [*chosen, *left]
@@ -218,6 +222,15 @@ def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
         if one not in chosen:
             chosen.append(one)
     return chosen[:most]
+
+
+def _worth_compiling(made: Sequence[Tried]) -> list[Tried]:
+    """Those that may turn out to be the best by the compiler; all, if none was propagated."""
+    times = [x.propagated_s for x in made if x.propagated_s is not None]
+    if not times:
+        return [*made]
+    most = _WORTH * min(times)
+    return [x for x in made if x.propagated_s is not None and x.propagated_s <= most]
 
 
 @contextmanager
