@@ -23,6 +23,12 @@ FAULTS = (
         "                if storage.committed is None:\n",
     ),
     Fault(
+        "spmd_core/auto/marked_graph.py",
+        "a candidate is compiled without the marks that gradients of modules' results get",
+        "            for tensor in (call.result, call.gradient):\n",
+        "            for tensor in (call.result,):\n",
+    ),
+    Fault(
         "spmd_core/auto/mode.py",
         "state that automatic sharding has split is not marked",
         "            leaves.set_sharding(storage, sharding)\n",

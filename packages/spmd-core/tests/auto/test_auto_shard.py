@@ -2,6 +2,7 @@
 
 import copy
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.auto import decide
+from spmd_core.auto.candidates import Kind, candidates
+from spmd_core.auto.marked_graph import Shardings, marked
+from spmd_core.auto.recorded_step import record
 from spmd_core.errors import AutoShardingError, NotInSpmdModeError
 from spmd_core.runtime import devices
 
@@ -77,12 +81,33 @@ def test_candidates_are_compiled_and_parameters_are_marked():
     assert {shard.data.nbytes for shard in shards} == {row.bytes}
 
 
-def test_the_program_of_the_loop_is_the_one_that_was_chosen():
-    model, batch = words(vocabulary=64, width=32, inner=128, batch=16)
-    plan, _ = compared(model, batch, candidates=1, fused=True)
-    step = max(spmd.metrics.programs(), key=lambda x: x.executions)
-    assert step.executions == 3
-    assert step.peak_bytes == pytest.approx(plan.tried[0].program.peak_bytes, rel=0.25)
+@pytest.mark.parametrize("sizes", [(0,), (0, 2)])
+def test_the_program_of_the_loop_is_the_one_that_was_chosen(sizes, monkeypatch):
+    mesh = mesh_of(*sizes)
+    kind = Kind.TENSOR if len(sizes) > 1 else Kind.FSDP
+
+    def of_kind(*args, **options):
+        found = candidates(*args, **options)
+        return [x for x in found if x.kind is kind] or found
+
+    monkeypatch.setattr(decide, "candidates", of_kind)
+    # Results of modules are marked also where Shardy's propagation is the same without.
+    monkeypatch.setattr(Shardings, "without_results", lambda self: self)
+    model, batch = words(vocabulary=512, width=64, inner=256, batch=16)
+    own = training(model.to("xla"), fused=True)
+    inputs = [x.to("xla") for x in batch]
+
+    def operations(recorded):
+        return [(x.entry.name, x.entry.sharding, x.entry.outs) for x in recorded.nodes]
+
+    graph = record(lambda: own.step(*inputs), lambda recorded: recorded.graph)
+    plan = spmd.auto_shard(own.step, *inputs, mesh=mesh, candidates=1)
+    best = plan.tried[0]
+    if mesh.size() > 1:
+        assert best.candidate.kind is kind and plan.activations and best.shardings.gradients
+    chosen = operations(marked(graph, best.shardings))
+    looped = operations(record(lambda: own.step(*inputs), lambda recorded: recorded.graph))
+    assert Counter(looped) == Counter(chosen)
 
 
 def test_memory_is_respected():

@@ -67,7 +67,9 @@ def test_everything_is_as_before(steps_before, fused):
     torch.testing.assert_close(state_of(own, scheduler), before, rtol=0, atol=0)
     updated = sum(output.owner is not None for output in seen.graph.outputs)
     assert updated >= len(list(own.model.parameters()))
-    assert seen.names and own.model.layers[0] in seen.module_results
+    (call,) = seen.calls[own.model.layers[0]]
+    assert seen.names and call.gradient is not None and call.gradient > call.result
+    assert len({leaf for _, leaf in seen.gradients}) == len(list(own.model.parameters()))
     step()  # and it goes on
     spmd.sync()
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd_core.arguments import checked, require_int, require_kind
-from spmd_core.auto import module_paths
 from spmd_core.auto.costs import CostModel
 from spmd_core.auto.decide import Progress, Tried
 from spmd_core.auto.explained import Explainer
@@ -52,10 +51,10 @@ def auto_shard(
     gradients, optimizers, schedulers and torch's random generator is taken back. From the rules of
     its operations an integer program finds the shardings of least modelled time for each shape of
     a mesh; the best candidates are compiled, and the compiler's memory, collectives and FLOPs
-    decide. Parameters and state are then marked by `mark_sharding`, the results of modules by
-    hooks that call it, and tensors among the example inputs too. Marks that are there already stay
-    and are constraints of the search. Deterministic, unless times are measured. Waits for
-    compilations, and for devices only to measure.
+    decide. Parameters, state and example inputs are then marked by `mark_sharding`, and the results
+    of modules by hooks that call it, so the programs that decide are those that the loop runs.
+    Marks that are there already stay and are constraints of the search. Deterministic, unless times
+    are measured. Waits for compilations, and for devices only to measure.
 
     Args:
         step_or_model: a function that computes a loss, calls `backward()` and the optimizer's
@@ -134,6 +133,7 @@ def auto_shard(
                 most=most,
                 objective=objective,
                 names=recorded.names,
+                markable=recorded.markable,
                 report=tell,
                 progress=progress,
                 measure=measure if objective == "measured" else None,
@@ -258,7 +258,7 @@ def plan_of(
         best.shardings.mesh,
         tuple(parameters),
         tuple(inputs),
-        _activations(recorded, best, groups),
+        _activations(recorded, best),
         tuple(tried),
         explainer,
     )
@@ -272,27 +272,14 @@ def _bytes(best: Tried, leaf: int, groups: Groups) -> int:
     return count * spec.dtype.itemsize
 
 
-def _activations(recorded: RecordedStep, best: Tried, groups: Groups) -> dict[str, Any]:
-    """The partition specs of modules' results, by the module's name in its model.
-
-    Of modules that have parameters of their own, and of those that are called in several layouts
-    none. None at all where the step's collectives are the same without.
-    """
-    if best.propagated_s is not None and not best.shardings.marks_results:
-        return {}
+def _activations(recorded: RecordedStep, best: Tried) -> dict[str, Any]:
+    """The partition specs of the modules' results that are marked, by the module's name."""
     marks = dict(best.shardings.marks)
     found = {}
-    for module, path in module_paths.paths(recorded.module_results).items():
-        if not path or next(module.parameters(recurse=False), None) is None:
-            continue
-        specs = set()
-        for tensor in recorded.module_results[module]:
-            sharding = marks.get(tensor) or best.sharding_of(groups, tensor)
-            specs.add(sharding.partition_spec)
-        if len(specs) == 1:
-            (spec,) = specs
-            if any(x is not None for x in spec):
-                found[path] = spec
+    for module, path in recorded.paths.items():
+        sharding = marks.get(recorded.calls[module][0].result)
+        if sharding is not None:
+            found[path] = sharding.partition_spec
     return found
 
 
@@ -303,12 +290,13 @@ def _apply(plan: ShardingPlan, recorded: RecordedStep, best: Tried) -> None:
         if storage is None or not sharding.ndim or storage.sharding is not None:
             continue
         tensor = tensors.get(storage)
-        if isinstance(tensor, XLAShardedTensor):
+        # A mark on a whole parameter would keep its gradient from being reduced with others.
+        if isinstance(tensor, XLAShardedTensor) and not sharding.is_replicated:
             mark_sharding(tensor, sharding.mesh, sharding.partition_spec)
         elif _is_state(recorded, storage) or not sharding.is_replicated:
             with lock:
                 leaves.set_sharding(storage, sharding)
-    for module, path in module_paths.paths(recorded.module_results).items():
+    for module, path in recorded.paths.items():
         if path in plan.activations:
             mark_result(module, plan.mesh, plan.activations[path])
 

@@ -14,8 +14,9 @@ from spmd_core.auto.compiled import compiled
 from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import Shardings, marked, sharding_of, shardings
+from spmd_core.auto.marked_graph import Shardings, marked, shardings
 from spmd_core.auto.propagated import MLIRError, Moved, propagated, seconds
+from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import sent
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
@@ -28,7 +29,6 @@ from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Target
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.sharding import Sharding
 
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
@@ -68,10 +68,6 @@ class Tried:
     sent: float = 0.0
     refusal: str = ""
     measured_s: float | None = None
-
-    def sharding_of(self, groups: Groups, tensor: int) -> Sharding:
-        """The sharding of any tensor of the step."""
-        return sharding_of(groups, self.candidate.solution, self.shardings.mesh, tensor)
 
 
 @dataclass
@@ -114,6 +110,7 @@ def decide(
     most: int,
     objective: str,
     names: Mapping[Storage, str],
+    markable: Markable | None = None,
     report: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
 ) -> list[Tried]:
@@ -127,6 +124,7 @@ def decide(
         most: how many candidates to compile at a time; 0 to decide by the model alone.
         objective: "time" or "memory"; "measured" is decided afterwards, and here as "time".
         names: the names of tensors, for errors.
+        markable: the tensors inside of the step that may be marked; None for all.
         report: called with what is being done.
         progress: gets what is found, as it is found.
 
@@ -141,7 +139,9 @@ def decide(
     tried = progress.tried
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
-        made = [Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh))) for x in found]
+        made = [
+            Tried(x, shardings(groups, x.solution, _mesh(groups, x, mesh), markable)) for x in found
+        ]
         known = {x.candidate for x in tried}
         made = [x for x in made if x.candidate not in known]
         if objective == "memory" or number:  # where nothing has fitted, time does not matter

@@ -1,10 +1,11 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spmd_core.auto.costs import NONE
 from spmd_core.auto.groups import Groups
+from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import Solution
 from spmd_core.auto.step_graph import updated
 from spmd_core.graph.placement import Placement
@@ -68,14 +69,76 @@ def sharding_of(groups: Groups, solution: Solution, mesh: Mesh, tensor: int) -> 
     return Sharding.of(mesh, tuple(spec), len(spec))
 
 
-def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
-    """The shardings that a solution gives the tensors of a step."""
-    step = groups.step
+def shardings(
+    groups: Groups, solution: Solution, mesh: Mesh, markable: Markable | None = None
+) -> Shardings:
+    """The shardings that a solution gives the tensors of a step.
+
+    Args:
+        groups: the step.
+        solution: what it chose.
+        mesh: the mesh.
+        markable: the tensors inside of the step that may be marked; None for all.
+    """
 
     def sharding(tensor: int) -> Sharding:
         return sharding_of(groups, solution, mesh, tensor)
 
-    leaves = tuple(sharding(t) for t, x in enumerate(step.tensors) if x.leaf is not None)
+    leaves = tuple(sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None)
+    if markable is None:
+        marks, gradients = _anywhere(groups, solution, sharding)
+    else:
+        marks, gradients = _in_code(groups, solution, sharding, markable)
+    return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
+
+
+_Marks = tuple[dict[int, Sharding], set[int]]
+
+
+def _in_code(
+    groups: Groups, solution: Solution, sharding: Callable[[int], Sharding], markable: Markable
+) -> _Marks:
+    """The marks that parameters and modules' results make in a program, and the gradients."""
+    step = groups.step
+    marks: dict[int, Sharding] = {}
+    for gradient, leaf in markable.gradients:
+        if step.tensors[leaf].fixed is None and not sharding(leaf).is_replicated:
+            marks[gradient] = sharding(leaf)
+    gradients = set(marks)
+    needed = set(_to_mark(groups, solution))
+    for calls in markable.calls:
+        of_calls = {sharding(call.result) for call in calls}
+        if len(of_calls) > 1 or not any(
+            not needed.isdisjoint(_held(groups, call.result)) for call in calls
+        ):
+            continue  # one hook marks all calls alike
+        (of_result,) = of_calls
+        if of_result.is_replicated:
+            continue
+        for call in calls:
+            for tensor in (call.result, call.gradient):
+                if tensor is not None and tensor not in gradients:
+                    marks[tensor] = of_result
+    return marks, gradients
+
+
+def _held(groups: Groups, tensor: int) -> Iterator[int]:
+    """A tensor, and those of as many elements of which light operations have made it."""
+    step = groups.step
+    found: int | None = tensor
+    while found is not None:
+        yield found
+        maker = step.makers[found]
+        if maker is None or not step.operations[maker].is_light:
+            return
+        size = step.tensors[found].spec.num_elements
+        operands = (t for t, _ in step.operations[maker].operands)
+        found = next((t for t in operands if step.tensors[t].spec.num_elements == size), None)
+
+
+def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Sharding]) -> _Marks:
+    """Marks wherever the partitioner has a choice, and those of gradients of parameters."""
+    step = groups.step
     marks, gradients = {}, set()
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for tensor in _to_mark(groups, solution):
@@ -87,7 +150,7 @@ def shardings(groups: Groups, solution: Solution, mesh: Mesh) -> Shardings:
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
-    return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
+    return marks, gradients
 
 
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:

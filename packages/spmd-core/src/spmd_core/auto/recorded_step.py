@@ -1,14 +1,17 @@
 """Records one step of a user's program without running it, and takes back what it changed."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from spmd_core.auto import module_paths
 from spmd_core.config import config
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
@@ -30,6 +33,32 @@ class _StepEndedError(BaseException):
     """Ends a step at its `sync()`. No `except Exception` of the step catches it."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a module, by positions among the step's tensors (see `step_graph`).
+
+    Attributes:
+        result: the first tensor that the module returned.
+        gradient: the gradient of that tensor; None if there is none.
+    """
+
+    result: int
+    gradient: int | None = None
+
+
+@dataclass(frozen=True)
+class Markable:
+    """The tensors inside of a step that marks in its code reach, by their positions.
+
+    Attributes:
+        calls: for each module whose results hooks may mark, its calls.
+        gradients: gradients of parameters, which marks of parameters reach, with the leaves.
+    """
+
+    calls: tuple[tuple[Call, ...], ...]
+    gradients: tuple[tuple[int, int], ...]
+
+
 @dataclass
 class RecordedStep:
     """A step that was recorded and not run.
@@ -37,8 +66,8 @@ class RecordedStep:
     Attributes:
         graph: its program.
         names: the names of its tensors, by storage.
-        module_results: the first tensor of what each module returned, by the module: its position
-            among the step's tensors (see `step_graph`), once for each call.
+        calls: the calls of each module, by the module.
+        gradients: for each gradient that a backward gave a parameter, its position and the leaf's.
         leaves: for each graph input its storage; None if nothing holds it any more.
         inputs: for each graph input its value, while the step is recorded.
         numbers: the graph's scalar inputs, in the order of its operations.
@@ -46,10 +75,26 @@ class RecordedStep:
 
     graph: RecordedGraph
     names: Mapping[Storage, str]
-    module_results: dict[nn.Module, list[int]] = field(default_factory=dict)
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    gradients: list[tuple[int, int]] = field(default_factory=list)
     leaves: tuple[Storage | None, ...] = ()
     inputs: Sequence[Value] = ()
     numbers: Sequence[Any] = ()
+
+    @property
+    def markable(self) -> Markable:
+        """What marks of parameters and of modules' results reach."""
+        calls = (tuple(self.calls[module]) for module in self.paths)
+        return Markable(tuple(calls), tuple(self.gradients))
+
+    @cached_property
+    def paths(self) -> dict[nn.Module, str]:
+        """The modules that have parameters of their own, with their names in their models."""
+        return {
+            module: path
+            for module, path in module_paths.paths(self.calls).items()
+            if path and next(module.parameters(recurse=False), None) is not None
+        }
 
 
 def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -> Any:
@@ -68,9 +113,9 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
         AutoShardingError: the step reads a value on the host, or records nothing.
     """
     execution.cut()
-    calls: list[tuple[nn.Module, Value]] = []
+    seen = _Seen()
     live: list[Storage] = []
-    with _state_kept(), torch.random.fork_rng(devices=[]), _recording(calls):
+    with _state_kept(), torch.random.fork_rng(devices=[]), _recording(seen):
         try:
             result = None  # kept, as a value that nothing holds is not computed
             with contextlib.suppress(_StepEndedError):
@@ -83,7 +128,7 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
                     "which nothing is pending. Let it compute a loss, call backward() and the "
                     "optimizer's step(), and keep the parameters on device 'xla'."
                 )
-            found = read_graph(_recorded(live, calls))
+            found = read_graph(_recorded(live, seen))
             del result
             return found
         finally:
@@ -94,7 +139,24 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
                     storage.write(storage.committed)
 
 
-def _recorded(live: list[Storage], calls: list[tuple[nn.Module, Value]]) -> RecordedStep:
+@dataclass
+class _SeenCall:
+    """A call of a module: its result, and the gradient of that."""
+
+    module: nn.Module
+    result: Value
+    gradient: Value | None = None
+
+
+@dataclass
+class _Seen:
+    """What is noted while a step is recorded: calls of modules, and gradients of parameters."""
+
+    calls: list[_SeenCall] = field(default_factory=list)
+    gradients: list[tuple[Storage, Value]] = field(default_factory=list)
+
+
+def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     with lock:
         planned = planning.plan(live)
     graph = planned.graph()
@@ -102,20 +164,33 @@ def _recorded(live: list[Storage], calls: list[tuple[nn.Module, Value]]) -> Reco
     for node in planned.nodes:
         first[node] = count
         count += len(node.entry.outs)
-    results: dict[nn.Module, list[int]] = {}
-    for module, value in calls:
+
+    def position(value: Value | None) -> int | None:
+        if value is None:
+            return None
         node, index = result_of(value)
-        if node in first:
-            results.setdefault(module, []).append(first[node] + index)
+        return first[node] + index if node in first else None
+
+    calls: dict[nn.Module, list[Call]] = {}
+    for one in seen.calls:
+        result = position(one.result)
+        if result is not None:
+            calls.setdefault(one.module, []).append(Call(result, position(one.gradient)))
     owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
+    leaf_of = {storage: i for i, storage in enumerate(owners) if storage is not None}
+    gradients = []
+    for storage, value in seen.gradients:
+        gradient = position(value)
+        if gradient is not None and storage in leaf_of:
+            gradients.append((gradient, leaf_of[storage]))
     return RecordedStep(
-        graph, tensor_names.names(), results, owners, planned.leaves, planned.numbers
+        graph, tensor_names.names(), calls, gradients, owners, planned.leaves, planned.numbers
     )
 
 
 @contextlib.contextmanager
-def _recording(calls: list[tuple[nn.Module, Value]]) -> Iterator[None]:
-    """Inside, no program of the step runs, and what modules return is noted.
+def _recording(seen: _Seen) -> Iterator[None]:
+    """Inside, no program of the step runs, and what marks can reach is noted.
 
     Values that no product computes may be read, such as a mask's: they are computed apart.
     """
@@ -140,12 +215,17 @@ def _recording(calls: list[tuple[nn.Module, Value]]) -> Iterator[None]:
     def note(module: nn.Module, arguments: Any, result: Any) -> None:
         found = _first_tensor(result)
         if found is not None:
-            handle: Handle = found._handle
-            with lock:
-                calls.append((module, read(handle)))
+            call = _SeenCall(module, _value(found))
+            seen.calls.append(call)
+            if found.requires_grad and not found.is_leaf:
+                _ = found.grad_fn  # see `marking._follow_gradients`
+                found.register_hook(functools.partial(_note_gradient_of_result, call))
 
     before, lines = this_thread.in_place_of_cut, config.record_source_lines
-    hook = nn.modules.module.register_module_forward_hook(note)
+    hooks: list[Any] = [nn.modules.module.register_module_forward_hook(note)]
+    for storage, tensor in tensor_names.parameters().items():
+        if tensor.requires_grad and tensor.is_leaf:
+            hooks.append(tensor.register_hook(functools.partial(_note_gradient, seen, storage)))
     execution.around_step.insert(0, ended)
     this_thread.in_place_of_cut, config.record_source_lines = read_apart, True
     try:
@@ -153,7 +233,24 @@ def _recording(calls: list[tuple[nn.Module, Value]]) -> Iterator[None]:
     finally:
         this_thread.in_place_of_cut, config.record_source_lines = before, lines
         execution.around_step.remove(ended)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_gradient_of_result(call: _SeenCall, gradient: torch.Tensor) -> None:
+    if isinstance(gradient, XLAShardedTensor):
+        call.gradient = _value(gradient)
+
+
+def _note_gradient(seen: _Seen, storage: Storage, gradient: torch.Tensor) -> None:
+    if isinstance(gradient, XLAShardedTensor):
+        seen.gradients.append((storage, _value(gradient)))
+
+
+def _value(tensor: XLAShardedTensor) -> Value:
+    handle: Handle = tensor._handle
+    with lock:
+        return read(handle)
 
 
 def _first_tensor(result: Any) -> XLAShardedTensor | None:

@@ -20,6 +20,7 @@ from typing import Any
 from spmd_core.auto.decide import Progress, Tried, decide, inputs_of
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
+from spmd_core.auto.recorded_step import Markable
 from spmd_core.config import config
 from spmd_core.errors import AutoShardingError, ProcessError
 from spmd_core.graph.recorders import lock
@@ -50,6 +51,7 @@ def searched(
     most: int,
     objective: str,
     names: Mapping[Storage, str],
+    markable: Markable | None = None,
     report: Callable[[str], None],
     progress: Progress | None = None,
     measure: Callable[[list[Tried]], list[Tried]] | None = None,
@@ -59,7 +61,8 @@ def searched(
     Under several processes a collective call. An interruption leaves nothing behind.
 
     Args:
-        groups, topology, mesh, memory, most, objective, names, report, progress: see `decide`.
+        groups, topology, mesh, memory, most, objective, names, markable, report, progress: see
+            `decide`.
         measure: measures what was found (`measure.measured`), in all processes; None not to.
 
     Raises:
@@ -72,6 +75,7 @@ def searched(
         f"at most {memory} bytes, {most} compiled, for the least {objective}",
         f"devices {topology.name} {Machine.of(topology.devices)}",
         *(str(getattr(device, "coords", "")) for device in topology.devices),
+        f"marks of {markable}",
     ]
     lines = [*asked, *_lines(groups, inputs_of(groups, names))]
 
@@ -86,6 +90,7 @@ def searched(
                 most=most,
                 objective=objective,
                 names=names,
+                markable=markable,
                 report=report,
                 progress=progress,
             )

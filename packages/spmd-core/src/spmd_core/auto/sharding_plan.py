@@ -138,7 +138,9 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def _rules(self) -> dict[str, PartitionSpecLike]:
-        return _rules([(_in_module(row.name), row.spec) for row in self.parameters])
+        """The specs of the parameters that are split, by expressions for their names."""
+        rules = _rules([(_in_module(row.name), row.spec) for row in self.parameters])
+        return {name: spec for name, spec in rules.items() if _is_split(spec)}
 
     def explain(self, name: str) -> str:
         """What the alternatives for one tensor would cost, with all others as they are.
@@ -157,7 +159,7 @@ class ShardingPlan:
         return self._explainer.explain(name)
 
     def apply(self, model: nn.Module) -> None:
-        """Marks a model's parameters and the results of its modules, in place.
+        """Marks a model's parameters that are split, and results of its modules, in place.
 
         Parameters are marked by `mark_sharding`; the results of modules by hooks that call it.
         Does not wait.
@@ -177,7 +179,8 @@ class ShardingPlan:
                 "Apply it to the model for which it was made, or call auto_shard again."
             )
         for name, spec in specs.items():
-            mark_sharding(named[name], self.mesh, spec)
+            if _is_split(spec):
+                mark_sharding(named[name], self.mesh, spec)
         self.mark_results(model)
 
     def mark_results(self, model: nn.Module) -> None:
@@ -287,7 +290,11 @@ def _expression(name: str) -> str:
 
 
 def _spec_text(spec: PartitionSpecLike) -> str:
-    return "replicated" if all(x is None for x in spec) else repr(spec)
+    return repr(spec) if _is_split(spec) else "replicated"
+
+
+def _is_split(spec: PartitionSpecLike) -> bool:
+    return any(x is not None for x in spec)
 
 
 def _ms(seconds: float | None) -> str:
