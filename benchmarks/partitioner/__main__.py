@@ -3,7 +3,8 @@
 Each program is one operation of torch's database between other operations, its tensors split over a
 mesh in a random way (`programs.py` in `benchmarks/partitioner` says what is drawn), or a chain of
 several operations with marks anywhere (`chains.py`), or a training step around a table of uneven
-sizes (`table_steps.py`). Worker processes run them, several in one compilation, and compare with
+sizes (`table_steps.py`); or such a chain or step with shardings that a search finds
+(`searched.py`). Worker processes run them, several in one compilation, and compare with
 eager torch. A program that fails is reduced to the smallest one that still fails.
 
 Run: python -m benchmarks.partitioner
@@ -14,6 +15,8 @@ Run: python -m benchmarks.partitioner
          chains alone, more of them
      python -m benchmarks.partitioner --ops table_step --steps 200 --show
          steps around tables alone, more of them
+     python -m benchmarks.partitioner --ops 'searched_*' --searched 200 --show
+         those with shardings that a search finds, more of them
 """
 
 import argparse
@@ -43,6 +46,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--steps", type=whole(0), default=60, help="steps around tables on each mesh (default 60)"
     )
     parser.add_argument(
+        "--searched",
+        type=whole(0),
+        default=20,
+        help="chains, and steps, with shardings that are found, on each mesh (default 20)",
+    )
+    parser.add_argument(
         "--first", type=whole(0), default=0, help="number of the first one (default 0)"
     )
     parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
@@ -60,10 +69,12 @@ from benchmarks.opinfo import samples
 from benchmarks.partitioner.chains import Chains
 from benchmarks.partitioner.examination import Source, examine
 from benchmarks.partitioner.programs import MESHES, Entry, start
+from benchmarks.partitioner.searched import Searched
 from benchmarks.partitioner.table_steps import TableSteps
 
 AT_ONCE = 5  # of what is drawn whole
-DRAWN: dict[str, Source] = {source.name: source for source in (Chains(), TableSteps())}
+SEARCHED = (Searched(Chains()), Searched(TableSteps()))
+DRAWN: dict[str, Source] = {x.name: x for x in (Chains(), TableSteps(), *SEARCHED)}
 
 
 def _serve() -> None:
@@ -135,6 +146,7 @@ def main(args: argparse.Namespace) -> int:
     if args.meshes:
         check_names("--meshes", args.meshes.split(","), [*map(str, range(len(MESHES)))])
     counts = {Chains.name: args.chains, TableSteps.name: args.steps}
+    counts |= {source.name: args.searched for source in SEARCHED}
     tasks = []
     meshes = map(int, args.meshes.split(",")) if args.meshes else range(len(MESHES))
     for name, mesh in itertools.product(names, meshes):

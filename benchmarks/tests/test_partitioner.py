@@ -9,12 +9,13 @@ from tiers import exhaustive
 
 import spmd_core as spmd
 from benchmarks.opinfo import samples
-from benchmarks.partitioner import programs
+from benchmarks.partitioner import programs, searched
 from benchmarks.partitioner.chain_draws import MAKERS, Step
 from benchmarks.partitioner.chains import Chain, Chains
 from benchmarks.partitioner.examination import examine
 from benchmarks.partitioner.programs import MESHES, Entry
 from benchmarks.partitioner.table_steps import PARTS, TableSteps
+from spmd_core.auto import mode
 
 pytestmark = pytest.mark.skipif(
     spmd.global_runtime_device_count() < 8, reason="the meshes are over 8 devices"
@@ -155,3 +156,20 @@ def test_a_wrong_step_around_a_table_is_found_and_reduced() -> None:
     seed = next(s for s in range(99) if "bias" in steps.draw(1, s).parts)
     (found,) = examine(steps, 1, [seed]).failures
     assert found.kind == "wrong" and found.layout.endswith("with bias; marked: nothing")
+
+
+def test_values_with_shardings_that_a_search_finds_are_eager_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+
+    def sharded(planned: Any, chosen: Any) -> Any:
+        found.extend(leaf.is_replicated for leaf in chosen.leaves)
+        found.extend(mark.is_replicated for _, mark in chosen.marks)
+        return mode.sharded(planned, chosen)
+
+    monkeypatch.setattr(searched, "sharded", sharded)
+    for source in (Chains(), TableSteps()):
+        answer = examine(searched.Searched(source), 1, [0, 4])
+        assert answer.num_programs == 2 and answer.failures == []
+    assert not all(found)

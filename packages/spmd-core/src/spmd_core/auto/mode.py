@@ -79,7 +79,7 @@ class Automatic:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[_key(planned)] = found
-        return planned if found is None else _with(planned, found)
+        return planned if found is None else sharded(planned, found)
 
     def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
         """See `automatic.Search`: draws before the first search wait for it."""
@@ -180,7 +180,8 @@ def _mark(planned: CutPlan, found: Shardings) -> None:
                     leaves.move(before, leaves.marked_placement(sharding))
 
 
-def _with(planned: CutPlan, found: Shardings) -> CutPlan:
+def sharded(planned: CutPlan, found: Shardings) -> CutPlan:
+    """A plan of the same program with these shardings."""
     placements = tuple(found.placements())
     kept = tuple(i for i in planned.key.donated if planned.targets[i] is placements[i])
     key = planned.key._replace(
