@@ -6,7 +6,6 @@ from control_flow.eager_loops import both
 
 import spmd_core as spmd
 from spmd_core.control_flow import fori_loop, while_loop
-from spmd_core.errors import ControlFlowError
 
 X = torch.linspace(0.5, 1, 12).reshape(3, 4)
 
@@ -30,11 +29,7 @@ def test_a_while_loop_on_split_tensors(spec, mesh_2d):
 
 
 def test_what_while_loops_refuse():
-    x = X.to("xla").requires_grad_()
-    result = while_loop(lambda x: x.sum() < 50, lambda x: x * 2, x)
-    assert result.sum().item() > 50
-    with pytest.raises(ControlFlowError, match="Write fori_loop between integers, or scan"):
-        result.sum().backward()
+    x = X.to("xla")
     with pytest.raises(TypeError, match=r"Write a comparison, with .all\(\) or .any\(\)"):
         while_loop(lambda x: x < 50, lambda x: x * 2, x)
     with pytest.raises(TypeError, match=r"got float32\[4\] for float32\[3, 4\]"):
@@ -90,13 +85,10 @@ def test_indices_are_checked_in_conditions_and_bodies():
     assert while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 5, table[s[0]]), first)[1].item() == 5
 
 
-def test_what_a_while_loop_detaches_has_no_gradient_to_refuse():
+def test_what_a_while_loop_detaches_has_no_gradient():
     w = torch.eye(4).to("xla").requires_grad_()
     x = torch.ones(4).to("xla").requires_grad_()
     halved = while_loop(lambda s: s.sum() > 1, lambda s: s @ w.detach() / 2, x.detach())
     assert not halved.requires_grad and halved.tolist() == [0.25] * 4
     (grad,) = torch.autograd.grad((halved * x).sum(), x)
     assert grad.tolist() == [0.25] * 4
-    read = while_loop(lambda s: s.sum() > 1, lambda s: s @ w / 2, x.detach())
-    with pytest.raises(ControlFlowError, match="or detach"):
-        read.sum().backward()

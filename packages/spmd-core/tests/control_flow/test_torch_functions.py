@@ -43,6 +43,24 @@ def test_torch_while_loop():
     assert y.item() == 16
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_torch_while_loop(compiled, num_devices):
+    def grow(x, w):
+        return torch.while_loop(lambda x: x.sum() < 100, lambda x: (x * w + 1,), (x,))[0]
+
+    found = []
+    for device in ("cpu", "xla"):
+        x, w = torch.ones(3).to(device), torch.tensor([2.0, 1.5, 1.2]).to(device)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        backend = "openxla" if device == "xla" else "eager"
+        call = torch.compile(grow, backend=backend, fullgraph=True) if compiled else grow
+        y = call(x, w)
+        y.square().sum().backward()
+        found.append([t.detach().cpu() for t in (y, x.grad, w.grad)])
+    for right, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
 @pytest.mark.parametrize(("dim", "reverse"), [(0, False), (1, True), (-1, False)])
 def test_torch_scan(dim, reverse):
     init = torch.zeros(4 if dim == 0 else 3, device="xla")

@@ -1,33 +1,14 @@
 """Loops whose number of iterations a value decides, and loops over numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from spmd_core.arguments import require_callable
-from spmd_core.control_flow.operands import (
-    Key,
-    Tree,
-    active,
-    flatten,
-    record,
-    refuse_region,
-    require_like,
-    results_of,
-)
+from spmd_core.control_flow import while_gradients
+from spmd_core.control_flow.operands import refuse_region
 from spmd_core.control_flow.scans import scan
-from spmd_core.errors import ControlFlowError
-from spmd_core.graph.recorders import lock
-from spmd_core.graph.storage import read
-from spmd_core.graph.subgraphs import ControlEntry
-from spmd_core.graph.values import Spec, Value
-from spmd_core.ops.kernels import control
-from spmd_core.recording.calls import inherit, known
-from spmd_core.recording.functions import FunctionRecording, inside
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor
-
-_INDEX = Spec.contiguous((), torch.int64)
 
 
 def while_loop(
@@ -41,10 +22,13 @@ def while_loop(
             init = body_fn(init)
         return init
 
-    Python calls each function once for all iterations, on tensors without values. Tensors that they
-    close over are operands of the loop. Random operations draw other numbers in each iteration. It
-    has no gradients, as backward would need what all iterations have computed, and their number is
-    not known: `fori_loop` and `scan` have. Does not wait for the device.
+    Python calls each function once for all iterations, and several times if a gradient may be asked
+    for, on tensors without values. Tensors that they close over are operands of the loop, with
+    gradients. Random operations draw other numbers in each iteration. Does not wait for the device.
+
+    How many iterations backward goes back over is not known, so 32 states are kept, at even
+    distances, and it runs the iterations between them again: each of n iterations is run once for
+    n up to 32, twice up to 1,024, and beyond that up to n / 1,024 times more.
 
     Args:
         cond_fn: state -> a boolean tensor without dims.
@@ -58,7 +42,8 @@ def while_loop(
         TypeError: `cond_fn` returns something else, or `body_fn` changes the state's structure,
             shapes or dtypes.
         ControlFlowError: a function reads a value on the host, or writes in place to a tensor from
-            outside; or, from backward, a gradient is asked for.
+            outside; or, from backward, the functions draw random numbers, or a gradient of a
+            gradient is asked for.
         DeviceMismatchError: a tensor on another device.
 
     Example:
@@ -70,141 +55,7 @@ def while_loop(
     require_callable("cond_fn", cond_fn)
     require_callable("body_fn", body_fn)
     refuse_region("while_loop")
-    carry, tree = flatten(init, "the init of a while_loop")
-    carry = [inside(t) for t in carry]
-    condition = _Recorded("the condition of a while_loop", cond_fn, carry, tree)
-    _require_condition(condition)
-    body = _Recorded("the body of a while_loop", body_fn, carry, tree)
-    what = "the state that a while_loop's body returns"
-    require_like(what, body.results, (carry, tree), "the one that it gets")
-    if not carry:
-        raise TypeError(
-            "a while_loop has a state that changes; got an init without a tensor. "
-            "Give what its condition depends on."
-        )
-    index: list[XLAShardedTensor] = []
-    if condition.reads_index or body.reads_index:
-        index = [torch.zeros((), dtype=torch.int64, device="xla")]  # type: ignore[list-item]
-    parts = [part.subgraph(counts=bool(index)) for part in (condition, body)]
-    entry = known(
-        Key("while_loop", tuple(subgraph for subgraph, _, _ in parts)),
-        lambda: ControlEntry(
-            "spmd::while_loop",
-            control.while_loop(
-                len(carry) + len(index),
-                len(condition.recording.captured) + len(parts[0][1]),
-            ),
-            tuple(subgraph for subgraph, _, _ in parts),
-            tuple(t._handle.spec.logical for t in (*carry, *index)),
-        ),
-    )
-    closed = [
-        [inside(each.tensor) for each in part.recording.captured] for part in (condition, body)
-    ]
-
-    def run(*operands: XLAShardedTensor) -> tuple[XLAShardedTensor, ...]:
-        with lock:
-            values = [read(t._handle) for t in operands]
-        end = len(carry) + len(index) + len(closed[0])
-        operand_values = [*values[:end], *parts[0][1], *values[end:], *parts[1][1]]
-        return record(entry, operand_values, [*parts[0][2], *parts[1][2]])
-
-    operands = [*carry, *index, *closed[0], *closed[1]]
-    # What the functions detach has no gradient to refuse.
-    has_gradient = any(t.requires_grad for t in (*carry, *body.results[0]))
-    if torch.is_grad_enabled() and has_gradient:
-        results = _WithoutGradient.apply(run, *operands)
-    else:
-        results = run(*operands)
-    for result, first in zip(results, carry):
-        inherit(result, first)
-    return tree.unflatten(results[: len(carry)])
-
-
-class _Recorded:
-    """One function of a while_loop.
-
-    Attributes:
-        recording: of the function.
-        results: what it returned, and its structure.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        function: Callable[[Any], Any],
-        carry: Sequence[XLAShardedTensor],
-        tree: Tree,
-    ) -> None:
-        recording = self.recording = FunctionRecording(what)
-        with recording.active():
-            self._state = [
-                recording.argument(
-                    t._handle.spec.logical,
-                    t._handle.sharding,
-                    requires_grad=t.requires_grad and torch.is_grad_enabled(),
-                    name="its state",
-                )
-                for t in carry
-            ]
-            self._index = recording.argument(_INDEX, None)
-        with active(recording, self._index[0]):
-            returned = function(tree.unflatten([t for t, _ in self._state]))
-            self.results = results_of(recording, returned, f"what {what} returns")
-            self._next = self._index[0] + 1
-            recording.check_writes()
-        with lock:
-            self._outputs = [read(t._handle) for t in self.results[0]]
-
-    @property
-    def reads_index(self) -> bool:
-        """Whether it depends on the number of the iteration."""
-        nodes = self.recording.own_nodes(self._outputs)
-        return any(self._index[1] in node.inputs for node in nodes)
-
-    def subgraph(self, *, counts: bool) -> Any:
-        """As `FunctionRecording.subgraph`, with the number of the iteration if it is counted."""
-        parameters = [value for _, value in self._state]
-        outputs: list[Value] = list(self._outputs)
-        if counts:
-            parameters.append(self._index[1])
-            if len(self._state) == len(outputs) and self.recording.what.startswith("the body"):
-                with lock:
-                    outputs.append(read(self._next._handle))  # type: ignore[attr-defined]
-        closed = [each.parameter for each in self.recording.captured]
-        return self.recording.subgraph([*parameters, *closed], outputs)
-
-
-def _require_condition(condition: _Recorded) -> None:
-    """Raises TypeError unless the condition returned a boolean tensor without dims."""
-    tensors, tree = condition.results
-    specs = [t._handle.spec for t in tensors]
-    is_one = tree.spec.is_leaf() and len(specs) == 1
-    if not is_one or specs[0].shape or specs[0].dtype is not torch.bool:
-        raise TypeError(
-            "the condition of a while_loop returns a boolean tensor without dims; "
-            f"got {specs[0] if is_one else tree!r}. Write a comparison, with .all() or .any()."
-        )
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """A loop whose gradient is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *operands: XLAShardedTensor) -> Any:
-        results = run(*operands)
-        ctx.mark_non_differentiable(
-            *(t for t in results if not (t.is_floating_point() or t.is_complex()))
-        )
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ControlFlowError(
-            "a while_loop has no gradient, as the number of its iterations is not known when it is "
-            "recorded; got a backward through one. Write fori_loop between integers, or scan, "
-            "or detach() what the loop returns."
-        )
+    return while_gradients.while_loop(cond_fn, body_fn, init)
 
 
 def fori_loop(
@@ -222,7 +73,7 @@ def fori_loop(
         return init
 
     Between Python integers it is a `scan`, and differentiable; other bounds are another program.
-    Where a bound is a tensor, it is a `while_loop`, which has no gradients. Does not wait.
+    Where a bound is a tensor, it is a `while_loop`. Does not wait.
 
     Args:
         lower: the first integer: a number, or an integer tensor without dims on device `xla`.

@@ -1,4 +1,4 @@
-"""Functions that are called again, for gradients of gradients: they must record the same again.
+"""Functions that are called again, for gradients: they must record the same again.
 
 A function reads what it closes over at each call. In a later one, a variable of a loop in Python
 has its last value, and the gradient would be that of another function.
@@ -44,12 +44,15 @@ class Record:
         constants = [x.data if isinstance(x.data, torch.Tensor) else x for x in outer]
         return Record(subgraphs, numbers, closed_over, constants)
 
-    def require_same(self, again: "Record", what: str) -> None:
+    def require_same(
+        self, again: "Record", what: str, *, by: str = "gradients of gradients"
+    ) -> None:
         """Raises ControlFlowError unless another call has recorded the same.
 
         Args:
             again: what it has recorded.
             what: the functions, in errors.
+            by: what calls them again, in errors.
         """
         pairs = (
             ("operations", map(_operations, self.subgraphs), map(_operations, again.subgraphs)),
@@ -61,7 +64,7 @@ class Record:
             mine, other = list(before), list(now)
             if len(mine) != len(other) or not all(map(_is_same, mine, other)):
                 raise ControlFlowError(
-                    f"gradients of gradients call {what} again, which must compute the same; "
+                    f"{by} call {what} again, which must compute the same; "
                     f"got other {name} than at the first call, as of a variable that was closed "
                     "over and has changed. Bind it when the function is made: "
                     "lambda c, x, w=w: ..., or functools.partial."
