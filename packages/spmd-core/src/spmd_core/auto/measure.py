@@ -31,6 +31,8 @@ from spmd_core.runtime import agreement, buffers, devices, in_flight
 
 # Each turn begins with a run that is not measured: its memory and its caches are new.
 _TURNS, _RUNS = 4, 3
+# A candidate that takes so many times as long as the best one runs no further turn.
+_FAR = 1.5
 # The threads of a CPU device spin for a while after their work, on the cores of the next program.
 _SETTLE_S = 0.1
 
@@ -79,6 +81,7 @@ def measured(
                 continue
         programs[i] = program
     times: dict[int, list[float]] = {i: [] for i in programs}
+    own: dict[int, float] = {}
     for turn in range(_TURNS):
         report(f"running {len(programs)} candidates, turn {turn + 1} of {_TURNS}")
         order = list(programs)  # in both orders, as a program leaves caches to the next one
@@ -88,7 +91,13 @@ def measured(
             except DeviceMemoryError as error:
                 refusals[i] = str(error)
                 del programs[i]
-    own = {i: statistics.median(times[i]) for i in programs}
+        own |= {i: statistics.median(times[i]) for i in programs}
+        kept = [i for i in programs if own[i] <= _FAR * min(own.values())]
+        kept = json.loads(
+            agreement.of_process_0(f"candidates of turn {turn + 2}", json.dumps(kept))
+        )
+        programs = {i: programs[i] for i in kept if i in programs}
+    own = {i: own[i] for i in own if i not in refusals}
     agreed = json.loads(agreement.of_process_0("times of candidates", json.dumps([*own.items()])))
     seconds: dict[int, float] = dict(agreed)
     if not seconds:

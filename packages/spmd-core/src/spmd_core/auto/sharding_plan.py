@@ -21,6 +21,7 @@ from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _VERSION = 1
+_MOST_SHOWN = 16  # candidates in a table
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class ShardingPlan:
     def table(self) -> str:
         """A line for each parameter and input: spec, bytes on a device, and the reason.
 
-        Those whose names differ in numbers alone, and that are sharded alike, share a line.
+        Those whose names differ in numbers alone, and that are sharded alike, share a line. The
+        first 16 candidates follow, in the order in which they were preferred.
         """
         rows = [("tensor", "shape", "spec", "bytes", "reason")]
         for row, count in _folded((*self.parameters, *self.inputs)):
@@ -78,6 +80,9 @@ class ShardingPlan:
         lines = [f"mesh {_mesh_text(self.mesh)}", *_aligned(rows)]
         if self.tried:
             lines += ["", *_aligned(self._candidates())]
+            rest = len(self.tried) - _MOST_SHOWN
+            if rest > 0:
+                lines.append(f"and {rest} more")
         return "\n".join(lines)
 
     def _candidates(self) -> list[tuple[str, ...]]:
@@ -86,7 +91,8 @@ class ShardingPlan:
         is_measured = any(x.measured_s is not None for x in self.tried)
         if is_measured:
             rows[0] += ("measured",)
-        for one in self.tried:
+        shown = self.tried[:_MOST_SHOWN]
+        for one in shown:
             solution = one.candidate.solution
             compiled = "does not fit" if one.refusal else _ms(one.seconds)
             peak = "-" if one.program is None else f"{one.program.peak_bytes / 1e6:,.1f} MB"
