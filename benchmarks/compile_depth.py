@@ -1,7 +1,8 @@
 """How do compile time, step time and memory of GPT-2 grow with its depth, one by one and as a loop?
 
-GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, as it is, and after
-`spmd.scan_model(model)`. Each run is a process of its own without a cache on disk, in turns; once
+GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, as it is, after
+`spmd.scan_model(model)`, and with `spmd.config.fold_layers = True`, whose choices of "auto" are
+judged by the last. Each run is a process of its own without a cache on disk, in turns; once
 on emulated CPU devices, where it runs, and once compiled for TPU v4 chips that are not there.
 Lowering and compiling is reported by the clock, beside the CPU time of the first two steps, which
 has all that is compiled; a step by the CPU time of all threads, its median. With `--before`, the
@@ -45,7 +46,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     )
     parser.add_argument(
         "--one",
-        choices=("one by one", "as a loop"),
+        choices=("one by one", "as a loop", "found"),
         help="one run in this process, as a line of JSON",
     )
     args = parser.parse_args()
@@ -61,9 +62,10 @@ import spmd_core as spmd
 from benchmarks.published import plots
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
+from spmd_core.program import folding
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("one by one", "as a loop")
+KINDS = ("one by one", "as a loop", "found")
 PLATFORMS = ("cpu", "tpu")
 LAYERS = (2, 4, 12, 24, 48)
 TOPOLOGY = "v4-8"
@@ -90,6 +92,7 @@ def build(kind: str, num_layers: int, num_devices: int) -> tuple[Any, Any]:
             spmd.mark_sharding(parameter, mesh, ("fsdp", None))
     if kind == "as a loop":
         spmd.scan_model(model)
+    spmd.config.fold_layers = kind == "found"
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -169,7 +172,7 @@ def measured_first(before: Path) -> dict[str, float]:
     """CPU seconds of the first two steps: before, and of each kind now, medians in turns."""
     runs: dict[str, list[float]] = {}
     for _ in trange(args.rounds, desc="first steps", disable=None):
-        for name, kind, root in (("before", KINDS[0], before), *((k, k, ROOT) for k in KINDS)):
+        for name, kind, root in (("before", KINDS[0], before), *((k, k, ROOT) for k in MAX_FIRST)):
             found = run("cpu", kind, FIRST_LAYERS, root.resolve())
             runs.setdefault(name, []).append(found["first_cpu_s"])
     return {name: statistics.median(of) for name, of in runs.items()}
@@ -177,7 +180,7 @@ def measured_first(before: Path) -> dict[str, float]:
 
 def judged_first(first: dict[str, float]) -> dict[str, bool]:
     """The same as `judged` of the first two steps."""
-    ratios = {kind: first[kind] / first["before"] for kind in KINDS if first}
+    ratios = {kind: first[kind] / first["before"] for kind in MAX_FIRST if first}
     return {
         f"cpu: the first two steps of {FIRST_LAYERS} layers, {kind}, take {ratio:.2f} of the CPU "
         f"time before, {first['before']:.1f} s; at most {MAX_FIRST[kind]}": ratio <= MAX_FIRST[kind]
@@ -208,7 +211,7 @@ def judged(found: dict[str, Any], layers: tuple[int, ...]) -> dict[str, bool]:
     holds = {}
     deepest = str(max(layers))
     for platform, kinds in found.items():
-        plain, loop = (kinds[kind] for kind in KINDS)
+        plain, loop, found_loop = (kinds[kind] for kind in KINDS)
         if "4" in loop and deepest != "4":
             growth = _compiling(loop[deepest]) / _compiling(loop["4"])
             holds[
@@ -232,7 +235,22 @@ def judged(found: dict[str, Any], layers: tuple[int, ...]) -> dict[str, bool]:
                 for a, b in zip(loop[n]["losses"], plain[n]["losses"])
             )
             holds[f"cpu: losses differ by at most {worst:.1e}, within 1e-5"] = worst <= 1e-5
+        holds |= _judged_choice(platform, found_loop, plain)
     return holds
+
+
+def _judged_choice(platform: str, loop: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
+    """Whether `fold_layers = "auto"` chooses on a platform what is measured there."""
+    chosen = folding.choice(platform)
+    peak = max(loop[n]["peak_bytes"] / plain[n]["peak_bytes"] for n in loop)
+    text, is_better = f"{peak:.3f} of the peak memory", False  # without a step's time
+    if platform == "cpu":
+        time_ = max(loop[n]["step_cpu_s"] / plain[n]["step_cpu_s"] for n in loop)
+        text += f" and {time_:.3f} of a step's CPU time, at most {MAX_PEAK} and {MAX_STEP}"
+        is_better = peak <= MAX_PEAK and time_ <= MAX_STEP
+    what = "makes loops" if chosen.folds else "makes none, as no step was timed"
+    name = f'{platform}: loops that are found take {text}; fold_layers = "auto" {what}'
+    return {name: is_better == chosen.folds}
 
 
 def _compiling(figures: dict[str, Any]) -> float:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 CompilerOption = str | bool | int | float
 
@@ -103,10 +103,11 @@ class Config:
     # arrays that have one row for each layer: the program has one layer's operations, and compiles
     # in about that time. Helps where a deep model compiles for long and `scan_model` cannot be
     # called. Costs a search in each new program, and a hash of the operations at each cut; the
-    # loop's order of sums may change last bits. Layers that differ stay as they are, and
-    # `debugging.explain_recompile()` says why there is no loop. Read at each cut; makes another
-    # program.
-    fold_layers: bool = False
+    # loop's order of sums may change last bits. Layers that differ stay as they are. "auto" is True
+    # on CPUs, where steps of loops took no more time and memory than layers one by one, and False
+    # elsewhere. `debugging.explain_recompile()` says what "auto" chose, and why there is no loop.
+    # Read at each cut; makes another program.
+    fold_layers: Literal[False, True, "auto"] = False
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.
@@ -165,6 +166,8 @@ _KINDS: dict[str, Any] = get_type_hints(Config)
 def _has_type(value: object, kind: Any) -> bool:
     if isinstance(kind, UnionType):
         return any(_has_type(value, one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(kind))
     if get_origin(kind) is dict:
         key, item = get_args(kind)
         return isinstance(value, dict) and all(
@@ -180,6 +183,8 @@ def _described(name: str, kind: Any) -> str:
     if isinstance(kind, UnionType):
         kind, _ = get_args(kind)
         return f"{_described(name, kind)}, or None"
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     if kind is int:
         return f"an int of at least {_LEAST.get(name, 1)}"
     if kind is float:

@@ -69,6 +69,7 @@ class ProgramRecord:
     # The loops that `config.fold_layers` has made: iterations and operations of an iteration.
     loops: tuple[tuple[int, int], ...] = ()
     unfolded: str = ""  # why it has made none, if it was on
+    folding: str = ""  # what "auto" of that setting has chosen, and why
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class Recompile:
         ingredients: the fields of `compile_cache.Key` in which the two differ.
         changes: the causes, without differences that are their consequences.
         note: a summary, if the changes are a common case.
-        loops: what became of layers that the program repeats; empty if `config.fold_layers` is off.
+        loops: what became of layers that the program repeats; empty if `config.fold_layers` is
+            False.
     """
 
     program: str
@@ -114,12 +115,13 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
 
 def _loops(new: Compiled) -> str:
     """What `config.fold_layers` has made of the program."""
+    chosen = new.record.folding
     if not new.key.fold_layers:
-        return ""
+        return chosen
     found = [f"{length} x {num_ops}" for length, num_ops in new.record.loops]
-    if not found:
-        return f"spmd.config.fold_layers made no loop: {new.record.unfolded}"
-    return f"spmd.config.fold_layers made loops of {', '.join(found)} operations."
+    made = f"made loops of {', '.join(found)} operations." if found else ""
+    made = made or f"made no loop: {new.record.unfolded}"
+    return " ".join(text for text in (chosen, f"spmd.config.fold_layers {made}") if text)
 
 
 def _explained(new: Compiled, before: Sequence[Compiled]) -> Recompile:

@@ -17,6 +17,7 @@ from spmd_core.graph.values import OpResult, Value, line_of, origin_of
 from spmd_core.program import (
     automatic,
     compile_cache,
+    folding,
     initial_state,
     layer_stacks,
     small_state,
@@ -144,7 +145,7 @@ def plan(
     if made.rewrite is not None:
         return made
     groups: list[Sequence[Value]] = []
-    searches = _MOST_SEARCHES if config.fold_layers else min(len(made.stacked.rows), 1)
+    searches = _MOST_SEARCHES if folding.folds_layers() else min(len(made.stacked.rows), 1)
     for _ in range(searches):
         if compile_cache.has(made.key):
             break
@@ -158,7 +159,7 @@ def plan(
 
 def _iterations(recorded: Sequence[Value]) -> Iterations:
     """The values that loops will compute, as far as known; none if `config.fold_layers` is off."""
-    return layer_stacks.iterations(recorded) if config.fold_layers else {}
+    return layer_stacks.iterations(recorded) if folding.folds_layers() else {}
 
 
 def _more_groups(
@@ -176,7 +177,7 @@ def _more_groups(
         found += stacked_state.more_groups(
             made.live, made.nodes, made.stacked, made.iterations, apart
         )
-    if config.fold_layers:
+    if folding.folds_layers():
         found += layer_stacks.groups(
             made.key,
             made.graph,
@@ -262,7 +263,7 @@ def _plan(
         _origins(nodes) if has_lines else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
-        config.fold_layers,
+        folding.folds_layers(),
     )
     inputs = (node_inputs, leaves, targets, numbers, state, stacked)
     return CutPlan(key, live, nodes, recorded, iterations, *inputs, label)

@@ -14,7 +14,7 @@ from spmd_core import counters, source_lines
 from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
-from spmd_core.program import index_checks, memory_table, tensor_names
+from spmd_core.program import folding, index_checks, memory_table, tensor_names
 from spmd_core.program.index_flag import Check
 from spmd_core.program.lower import Lowered
 from spmd_core.program.program_graph import RecordedGraph
@@ -165,6 +165,7 @@ def new_record(graph: RecordedGraph, name: str) -> counters.ProgramRecord:
         len(graph.device_ids),
         donated=graph.donated,
         source=source_lines.user_line(),
+        folding=folding.explained(),
     )
 
 

@@ -9,13 +9,12 @@ array from its first call on, and `stacked_operations` makes one operation of wh
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.stacks import Row, Stack, StackEntry
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.subgraphs import StandIn
 from spmd_core.graph.values import Value
-from spmd_core.program import automatic
+from spmd_core.program import automatic, folding
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import array_of, convert, target_placement
 from spmd_core.program.stacked_groups import lists_of
@@ -91,7 +90,7 @@ def groups(
         call: the call.
         device_ids: those of the program.
     """
-    if config.fold_layers or automatic.search is not None:  # see `begun`
+    if folding.folds_layers() or automatic.search is not None:  # see `begun`
         return []
     updated = set(live)
     updates = _updates(nodes)
@@ -126,7 +125,7 @@ def begun(nodes: Sequence[Value], state: State, call: CapturedCall) -> list[list
         call: the call.
     """
     # Folded layers stack what they find; automatic sharding searches no program with stacks.
-    if config.fold_layers or automatic.search is not None:
+    if folding.folds_layers() or automatic.search is not None:
         return []
     updates = _updates(nodes)
     found: dict[Hashable, list[Value]] = {}
