@@ -129,7 +129,7 @@ def _watched(words: list[str]) -> tuple[str, int]:
 
     Returns:
         What it wrote to stderr; and the most bytes of memory that it and its children, such as
-        compilers, had together, looked at every tenth of a second.
+        compilers, had together, looked at twice a second.
     """
     peak = 0
     with tempfile.TemporaryFile("w+") as stderr:
@@ -137,7 +137,7 @@ def _watched(words: list[str]) -> tuple[str, int]:
         try:
             while process.poll() is None:
                 peak = max(peak, _tree_bytes(process.pid))
-                time.sleep(0.1)
+                time.sleep(0.5)
         finally:
             process.kill()
             process.wait()
