@@ -136,9 +136,10 @@ def chosen(
     read: Callable[[RecordedStep, Groups, Shardings], Any],
     *,
     batch: int = 16,
+    depth: int = 2,
 ) -> Any:
-    """`read(recorded, groups, shardings)` of the best choice of a kind for two tied blocks."""
-    model, example = words(vocabulary=512, width=256, inner=1024, batch=batch)
+    """`read(recorded, groups, shardings)` of the best choice of a kind for tied blocks."""
+    model, example = words(vocabulary=512, width=256, inner=1024, depth=depth, batch=batch)
     own = training(model.to("xla"))
     inputs = [x.to("xla") for x in example]
 

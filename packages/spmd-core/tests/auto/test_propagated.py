@@ -11,6 +11,7 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.propagated import MLIRError, Moved, _ir, _Reader, propagated, seconds
+from spmd_core.auto.recorded_step import record
 from spmd_core.debugging import communication
 from spmd_core.planner.topology import present
 from spmd_core.program import ir
@@ -91,7 +92,7 @@ BYTES = 16 * 8 * 4
             "  %zero = stablehlo.constant dense<0> : tensor<i64>\n"
             "  %r, %i = stablehlo.while(%v = %p, %j = %zero) : tensor<16x8xf32>, tensor<i64>\n"
             "  cond {\n"
-            "    %most = stablehlo.constant dense<5> : tensor<i64>\n"
+            "    %most = sdy.constant dense<5> : tensor<i64>\n"
             "    %c = stablehlo.compare LT, %j, %most : (tensor<i64>, tensor<i64>) -> tensor<i1>\n"
             "    stablehlo.return %c : tensor<i1>\n"
             "  } do {\n"
@@ -136,6 +137,42 @@ def test_what_is_read(body, expected):
         slices = np.array([0, 0, 0, 0, 1, 1, 1, 1])
         reader = _Reader(module, {"x": 2, "y": 4}, {"x": True, "y": False}, slices)
         assert list(reader.read()) == expected
+
+
+@pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
+def test_layers_in_a_loop_move_what_they_move_one_after_another(monkeypatch):
+    def read(recorded, groups, found):
+        machine = Machine.of(present().devices)
+        flat = decide._moved(recorded.graph, found, "flat", machine)
+        monkeypatch.setattr(decide, "_has_loops", lambda recorded: True)
+        folded = decide._to_propagate(marked(recorded.graph, found))
+        assert any(op.bodies for op in folded.ops)
+        return flat, decide._moved(recorded.graph, found, "folded", machine)
+
+    flat, folded = chosen(Kind.DATA, spmd.Mesh(range(8), (8,)), read, batch=128, depth=6)
+    assert sum(x.times for x in flat) > 2 * 6
+    assert [(x.kind, x.times, x.bytes) for x in folded] == [
+        (x.kind, x.times, pytest.approx(x.bytes)) for x in flat
+    ]
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_which_layers_are_a_loop(is_recomputed, monkeypatch):
+    model, example = words()
+    moved = model.to("xla")
+    for block in moved.blocks if is_recomputed else ():
+        spmd.checkpoint_module(block)
+    step, inputs = training(moved).step, [x.to("xla") for x in example]
+
+    def read(recorded):
+        graph = recorded.graph
+        found = [decide._has_loops(graph)]  # it is short, and not for TPUs
+        monkeypatch.setattr(decide, "_MOST_UNFOLDED", 0)
+        found.append(decide._has_loops(graph))
+        monkeypatch.setattr(decide.devices, "platform", lambda: "tpu")
+        return [*found, decide._has_loops(graph)]
+
+    assert record(lambda: step(*inputs), read) == [False, False, is_recomputed]
 
 
 def test_modelled_seconds():

@@ -213,7 +213,7 @@ def _length(loop: Any) -> int:
 
 def _constants(block: Any) -> Iterator[int]:
     for view in block.operations:
-        if view.operation.name == "stablehlo.constant":
+        if view.operation.name in ("stablehlo.constant", "sdy.constant"):  # as Shardy reads them
             value = view.operation.attributes["value"]
             if value.is_splat and not _ir.RankedTensorType(value.type).shape:
                 yield int(value.get_splat_value().value)
