@@ -8,17 +8,18 @@ machine can do, measured in turns with it in the same run:
    torch.distributed.checkpoint's `async_save`.
 2. Whole save: until a step is whole on the disk, against writing a file of as many bytes, with
    `fsync`.
-3. Steps while a save goes on behind them, against steps without. Beside it, the least that this can
-   cost: the same steps while a thread writes a file of as many bytes.
+3. Steps while a save goes on behind them, against steps without, and how long such a save takes: it
+   rests, so that its work is spread over more steps, until it is waited for. Saves are at least 10
+   steps apart. Beside it, the same steps while a thread writes a file of as many bytes.
 4. Restore in a new process on another mesh, against reading a file of as many bytes: both from the
    disk, as the system is asked to forget its cache of both, and both into new memory.
 5. CPU time of a whole save, against that of writing a file of as many bytes.
 6. Memory of the process beside what it had before, in a save and in a restore, at its peak.
 
-Emulated devices compute on the cores that write, so question 3 has the worst case: a step on an
-accelerator leaves the host's cores free. The threads of a save have a lower priority than a step's,
-and write past the system's cache of files; the one that writes a file has a step's priority, and
-writes through the cache, as programs do.
+Question 2 is asked of saves that are waited for at once. Emulated devices compute on the cores that
+write, so question 3 has the worst case: a step on an accelerator leaves the host's cores free. The
+threads of a save have a lower priority than a step's, and write past the system's cache of files;
+the one that writes a file has a step's priority, and writes through the cache, as programs do.
 
 Run: python -m benchmarks.checkpoint
 """
@@ -72,6 +73,7 @@ import spmd_core as spmd
 from benchmarks.memory import held_bytes
 
 NUM_DEVICES, BATCH = 8, 64
+NUM_ALONE = 10  # steps between two saves behind which others go on
 PIECE_BYTES = 64 << 20
 # Layers and their width, by size: 12 bytes a parameter.
 SIZES = {"0.1": (2, 2048), "0.6": (3, 4096), "2.0": (10, 4096)}
@@ -88,7 +90,7 @@ LIMITS = {
 WORDS = {
     "stall": "the stall over a copy",
     "save": "the whole save over a file of as many bytes",
-    "steps": "a step beside a save over a step alone",
+    "steps": "a step beside a save that rests over a step alone",
     "restore": "a restore on another mesh over reading a file of as many bytes",
     "save_memory": "memory beside the process in a save, over the bytes of the state",
     "restore_memory": "memory beside the process and the state in a restore, over its bytes",
@@ -259,7 +261,7 @@ def save(size: str, rounds: int, folder: Path) -> dict[str, Any]:
             shutil.rmtree(folder / "runs" / str(step - 1))
         del copies
         for step in range(rounds + 1, 2 * rounds + 1):
-            samples["alone_s"] += [timed(run.step) for _ in range(3)]
+            samples["alone_s"] += [timed(run.step) for _ in range(NUM_ALONE)]
             manager.save(step, run.state())
             beside(run, functools.partial(is_missing, manager, step), samples, "beside")
             manager.wait()
@@ -283,8 +285,10 @@ def beside(
     while goes_on():
         run.step()
         count += 1
-    samples[f"{name}_s"].append((time.perf_counter() - start) / max(1, count))
+    seconds = time.perf_counter() - start
+    samples[f"{name}_s"].append(seconds / max(1, count))
     samples[f"{name}_num"].append(count)
+    samples[f"{name}_whole_s"].append(seconds)
 
 
 def restore(size: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -400,7 +404,10 @@ def main(args: argparse.Namespace) -> int:
         [
             f"{size} GB",
             *(ms(case, "save", key) for key in ("copy_s", "stall_s", "file_s", "save_s")),
-            *(ms(case, "save", key) for key in ("alone_s", "beside_s", "floor_s")),
+            *(
+                ms(case, "save", key)
+                for key in ("alone_s", "beside_s", "beside_whole_s", "floor_s")
+            ),
             *(ms(case, "restore", key) for key in ("read_s", "restore_s", "again_s")),
             *(ms(case, "peers", key) for key in ("gathered_s", "dcp_stall_s", "dcp_save_s")),
         ]
@@ -431,7 +438,7 @@ def main(args: argparse.Namespace) -> int:
         + "."
     )
     columns = ["state", "copy", "stall", "file, fsync", "whole save", "step alone"]
-    columns += ["step beside a save", "step beside a file", "read", "restore"]
+    columns += ["step beside a save", "save beside steps", "step beside a file", "read", "restore"]
     columns += ["restore over values", "torch.save, gathered", "DCP async: stall", "DCP: whole"]
     title = f"A checkpoint on {NUM_DEVICES} emulated devices: medians of {args.rounds}"
     publish(

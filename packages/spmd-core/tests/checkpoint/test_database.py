@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_core.checkpoint import database, disk
+from spmd_core.checkpoint import database
 from spmd_core.checkpoint.remote import folder_at
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.checkpoint.store import Reader
+from spmd_core.checkpoint.threads import NICE, Threads
+
+NONE = Threads(0, "none")  # tensorstore has its own
 
 
 def staged(data, chunks, blocks):
@@ -44,7 +47,9 @@ def test_what_is_written_in_one_or_in_many_transactions(place, monkeypatch, arra
         database._Commits, "next", lambda self: (begun.append(self._bytes), commit(self))
     )
     step = place / "1"
-    database.write(arrays | {"of.another": Staged((3,), np.dtype("f4"), (1,), [])}, step / "arrays")
+    database.write(
+        arrays | {"of.another": Staged((3,), np.dtype("f4"), (1,), [])}, step / "arrays", NONE
+    )
     reader = Reader(step)
     for name, array in arrays.items():
         right = np.zeros(array.shape, array.dtype)
@@ -80,13 +85,13 @@ def test_where_a_commit_fails_the_others_are_waited_for():
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="Linux has priorities of threads")
 def test_the_threads_that_write_run_where_nothing_else_does(place, arrays):
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    database.write(arrays, place / "first")
+    database.write(arrays, place / "first", NONE)
     time.sleep(0.1)  # a thread has its name a moment after it has begun
-    database.write(arrays, place / "second")
+    database.write(arrays, place / "second", NONE)
     found = [
         os.getpriority(os.PRIO_PROCESS, int(task.name))
         for task in Path("/proc/self/task").iterdir()
         if (task / "comm").read_text().startswith("ts_pool")
     ]
-    assert found and set(found) == {max(own, disk.NICE)}
+    assert found and set(found) == {max(own, NICE)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == own

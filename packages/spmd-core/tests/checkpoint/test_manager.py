@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import time
 
 import fresh
 import pytest
@@ -17,7 +18,15 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core import counters
-from spmd_core.checkpoint import CheckpointManager, database, load_checkpoint, lock, store, writer
+from spmd_core.checkpoint import (
+    CheckpointManager,
+    database,
+    load_checkpoint,
+    lock,
+    pace,
+    store,
+    writer,
+)
 from spmd_core.checkpoint import manager as managing
 from spmd_core.errors import CheckpointError
 
@@ -225,6 +234,69 @@ def test_pipelines_and_plain_models_have_the_same_names(tmp_path, num_devices):
                 assert (moments[0] == moments[1]).all() and moments[0].any()
 
 
+# --- Saves that rest ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Saves behind others rest for minutes, unless that is ended."""
+    monkeypatch.setattr(pace, "_SHARE", 1e-9)
+    monkeypatch.setattr(pace, "_PART", 1e9)
+
+
+@pytest.mark.parametrize("ends", ["wait", "save", "close", "restore", "remove_after"])
+def test_whoever_waits_ends_the_rests_of_a_save(tmp_path, endless, ends):
+    t = torch.arange(50_000.0)
+    start = time.monotonic()
+    with CheckpointManager(tmp_path) as saving:
+        for step in range(2):
+            saving.save(step, {"t": t + step})
+        time.sleep(0.2)
+        assert saving.all_steps() == [0]
+        calls = {
+            "wait": saving.wait,
+            "save": lambda: saving.save(2, {"t": t}),
+            "close": saving.close,
+            "restore": lambda: saving.restore({"t": torch.zeros(50_000)}, 1),
+            "remove_after": lambda: saving.remove_after(1),
+        }
+        calls[ends]()
+        assert saving.all_steps()[:2] == [0, 1]
+    assert time.monotonic() - start < 30
+    found = torch.zeros(50_000)
+    load_checkpoint(tmp_path, {"t": found}, 1)
+    assert torch.equal(found, t + 1)
+
+
+def test_what_is_not_to_go_on_behind_the_program_never_rests(tmp_path, endless):
+    with CheckpointManager(tmp_path, async_=False) as saving:
+        for step in range(3):
+            saving.save(step, {"t": torch.ones(50_000)})
+            assert saving.latest() == step
+
+
+AT_THE_END = """
+import sys, torch
+import spmd_core as spmd
+from spmd_core.checkpoint import pace
+spmd.config.cache_dir = None
+spmd.simulate(1)
+pace._SHARE, pace._PART = 1e-9, 1e9
+manager = spmd.CheckpointManager(sys.argv[1])
+for step in range(2):
+    manager.save(step, {"t": torch.ones(50_000)})
+assert manager.all_steps() == [0]
+print("ended")
+"""
+
+
+def test_the_end_of_the_program_ends_the_rests_of_a_save(tmp_path):
+    done = fresh.run(["-c", AT_THE_END, tmp_path], dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    found = torch.zeros(50_000)
+    assert load_checkpoint(tmp_path, {"t": found}).step == 1 and (found == 1).all()
+
+
 # --- Files and folders ----------------------------------------------------------------------------
 
 
@@ -370,7 +442,8 @@ def test_what_is_damaged_is_told_and_the_step_before_restores(tmp_path, mesh_1d)
         for step in range(4):
             saving.save(step, {"t": t})
         _corrupt(tmp_path / "3")
-        with pytest.raises(CheckpointError, match=r"step 3 in .* cannot be read: .*[Dd]igest mism"):
+        told = r"step 3 in .* cannot be read: .*t/c/\d is not what its checksum says"
+        with pytest.raises(CheckpointError, match=told):
             saving.restore({"t": t})
         os.remove(max(glob.glob(f"{tmp_path}/2/arrays/d/*"), key=os.path.getsize))
         with pytest.raises(

@@ -49,8 +49,8 @@ def test_what_a_failed_save_left_is_written_again(tmp_path, monkeypatch):
     writer = Writer(tmp_path)
     write = database.write
 
-    def half(arrays, folder):
-        write(arrays, folder)
+    def half(*arguments):
+        write(*arguments)
         raise OSError("a full disk")
 
     monkeypatch.setattr(database, "write", half)

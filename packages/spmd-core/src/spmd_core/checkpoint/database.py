@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from spmd_core.checkpoint import disk
+from spmd_core.checkpoint import disk, index_reading
 from spmd_core.checkpoint.blocks import in_chunks, relative
+from spmd_core.checkpoint.ocdbt import Entry, Place
+from spmd_core.checkpoint.pace import Pace
 from spmd_core.checkpoint.remote import CONTEXT, Folder, RemotePath, url
 from spmd_core.checkpoint.staging import Staged
+from spmd_core.checkpoint.threads import NICE, Threads
 
 # A transaction has so many bytes; as many transactions are committed at a time.
 _BATCH_BYTES, _NUM_COMMITS = 128 << 20, 2
@@ -29,12 +32,19 @@ _MANY_FILES = 64
 _CONTEXT = ts.Context({"file_io_locking": {"mode": "none"}}, CONTEXT)
 
 
-def write(arrays: Mapping[str, Staged], folder: Folder) -> None:
+def write(
+    arrays: Mapping[str, Staged],
+    folder: Folder,
+    threads: Threads,
+    pace: Pace | None = None,
+) -> None:
     """Writes this process's blocks into a new database; waits until they are there to stay.
 
     Args:
         arrays: by name; those without blocks are left to other processes.
         folder: of the database; is made.
+        threads: that write to a disk; tensorstore has threads of its own.
+        pace: at which they write; None: as fast as they can.
 
     Raises:
         OSError, ValueError: what the disk or the store refuses.
@@ -43,7 +53,7 @@ def write(arrays: Mapping[str, Staged], folder: Folder) -> None:
     if isinstance(folder, RemotePath):
         _write_remote(mine, folder)
     else:
-        disk.write(mine, folder)
+        disk.write(mine, folder, threads, pace)
 
 
 def _write_remote(mine: Mapping[str, Staged], folder: RemotePath) -> None:
@@ -152,16 +162,34 @@ def _give_way() -> None:
     for task in tasks.iterdir() if tasks.is_dir() else ():
         with suppress(OSError):  # it has ended; or the system forbids it, and it goes on as before
             if (task / "comm").read_text().startswith("ts_pool"):
-                os.setpriority(os.PRIO_PROCESS, int(task.name), disk.NICE)
+                os.setpriority(os.PRIO_PROCESS, int(task.name), NICE)
 
 
 def merge(folder: Folder, databases: Sequence[Folder]) -> None:
-    """Has a new database refer to what lies in others, in folders below its own."""
-    transaction = ts.Transaction(atomic=True)
-    merged = _opened(folder).with_transaction(transaction)
+    """Has a new database refer to what lies in others, in folders below its own.
+
+    Raises:
+        OSError, ValueError: what the disk or the store refuses, or one of them is damaged.
+    """
+    if not isinstance(folder, Path):
+        transaction = ts.Transaction(atomic=True)
+        merged = _opened(folder).with_transaction(transaction)
+        for each in databases:
+            _opened(each).experimental_copy_range_to(merged).result()
+        transaction.commit_async().result()
+        return
+    entries: list[Entry] = []
     for each in databases:
-        _opened(each).experimental_copy_range_to(merged).result()
-    transaction.commit_async().result()
+        assert isinstance(each, Path)
+        inside = each.relative_to(folder).as_posix()
+        entries += [
+            (key, Place(f"{inside}/{value.file}", value.offset, value.length))
+            if isinstance(value, Place)
+            else (key, value)
+            for key, value in index_reading.index(each).items()
+        ]
+    (folder / "d").mkdir()
+    disk.write_index(entries, folder)
 
 
 def _opened(folder: Folder) -> Any:

@@ -1,16 +1,17 @@
 """Writes blocks of arrays to a disk: zarr 3 in an OCDBT database, a checksum for each chunk.
 
-tensorstore reads the result, and merges it with those of other processes. It is not what writes it:
-that takes a core as long as the disk takes, for copies into the system's cache and slower
-checksums, while steps on the CPU's devices need the cores.
+tensorstore reads the result. It is not what writes it: that takes a core as long as the disk takes,
+for copies into the system's cache and slower checksums, while steps on the CPU's devices need the
+cores.
 """
 
+import functools
 import json
 import math
 import os
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ from spmd_core import dtypes, files
 from spmd_core.checkpoint import ocdbt
 from spmd_core.checkpoint.blocks import in_chunks, relative
 from spmd_core.checkpoint.direct import DirectFile
+from spmd_core.checkpoint.pace import Pace
 from spmd_core.checkpoint.staging import Staged
+from spmd_core.checkpoint.threads import Threads
 from spmd_core.runtime import buffers
 
-# So many files are written at a time, unless each would have fewer bytes.
-_NUM_FILES, _FILE_BYTES = 4, 16 << 20
-NICE = 10
-"""Of the threads that write: beside a thread of the program, each gets a tenth of a core."""
+NUM_FILES = 4
+"""So many files are written at a time, unless each would have fewer than `_FILE_BYTES`."""
 
-_CODECS = [
+_FILE_BYTES = 16 << 20
+# So much is written at a time, of whole pages. Its checksum holds Python's lock for 0.3 ms.
+_PIECE_BYTES = 4 << 20
+CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
 ]
@@ -55,13 +59,17 @@ class _Chunk:
         return math.prod(self.shape) * self.data.dtype.itemsize
 
 
-def write(arrays: Mapping[str, Staged], folder: Path) -> None:
+def write(
+    arrays: Mapping[str, Staged], folder: Path, threads: Threads, pace: Pace | None = None
+) -> None:
     """Writes this process's blocks into a new database; waits until they are on the disk.
 
     Args:
         arrays: by name; each has blocks.
         folder: of the database; is made, in a folder that is there. Those who rename it must have
             its own name on the disk.
+        threads: of which each writes a file.
+        pace: at which they write; None: as fast as they can.
 
     Raises:
         OSError: as the disk reports it.
@@ -73,8 +81,21 @@ def write(arrays: Mapping[str, Staged], folder: Path) -> None:
         (f"{name}/zarr.json".encode(), json.dumps(zarr_metadata(array)).encode())
         for name, array in arrays.items()
     ]
-    for found in _in_threads(folder, _parts([*_chunks(arrays)])):
+    for found in _in_threads(folder, _parts([*_chunks(arrays)]), threads, pace):
         entries += found
+    write_index(entries, folder)
+
+
+def write_index(entries: list[ocdbt.Entry], folder: Path) -> None:
+    """Makes a database of what lies in files of its folder, or of folders in it.
+
+    Args:
+        entries: where.
+        folder: of the database; has a folder `d`.
+
+    Raises:
+        OSError: as the disk reports it.
+    """
     nodes, manifest = ocdbt.index(entries, "d/nodes")
     for name, content in {"d/nodes": nodes, "manifest.ocdbt": manifest}.items():
         with (folder / name).open("xb") as file:
@@ -95,7 +116,7 @@ def zarr_metadata(array: Staged) -> dict[str, Any]:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunks)}},
         "chunk_key_encoding": {"name": "default"},
         "fill_value": _fill_value(dtypes.to_torch(array.dtype)),
-        "codecs": _CODECS,
+        "codecs": CODECS,
     }
 
 
@@ -122,7 +143,7 @@ def _chunks(arrays: Mapping[str, Staged]) -> Iterator[_Chunk]:
 def _parts(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
     """The chunks of each file, of about as many bytes each."""
     num_bytes = sum(chunk.num_bytes for chunk in chunks)
-    num = min(_NUM_FILES, max(1, num_bytes // _FILE_BYTES))
+    num = min(NUM_FILES, max(1, num_bytes // _FILE_BYTES))
     parts: list[list[_Chunk]] = [[] for _ in range(num)]
     before = 0
     for chunk in chunks:
@@ -131,57 +152,72 @@ def _parts(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
     return parts
 
 
-def _in_threads(folder: Path, parts: Sequence[Sequence[_Chunk]]) -> list[list[ocdbt.Entry]]:
-    """Writes a file of each part at the same time; returns what lies where in each.
-
-    Not by a pool of `concurrent.futures`, which takes nothing more when the program has ended: its
-    last save goes on then.
-    """
-    found: list[list[ocdbt.Entry]] = [[] for _ in parts]
+def _in_threads(
+    folder: Path, parts: Sequence[Sequence[_Chunk]], threads: Threads, pace: Pace | None
+) -> list[list[ocdbt.Entry]]:
+    """Writes a file of each part at the same time; returns what lies where in each."""
     errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        _give_way()
-        try:
-            found[number] = _write_file(folder, f"d/{number}", parts[number], errors)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=(number,), name=f"checkpoint-file-{number}")
-        for number in range(len(parts))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    return threads.all(
+        functools.partial(_write_file, folder, f"d/{number}", part, errors, pace)
+        for number, part in enumerate(parts)
+    )
 
 
 def _write_file(
-    folder: Path, name: str, chunks: Sequence[_Chunk], errors: Sequence[BaseException]
+    folder: Path,
+    name: str,
+    chunks: Sequence[_Chunk],
+    errors: list[BaseException],
+    pace: Pace | None,
 ) -> list[ocdbt.Entry]:
-    """Writes a file; returns what lies where. Ends early when there are errors, of other files."""
-    entries: list[ocdbt.Entry] = []
-    file = DirectFile(folder / name)
+    """Writes a file; returns what lies where.
+
+    Ends early when there are errors, to which it adds its own: all files are of one save.
+    """
     try:
-        for chunk in chunks:
+        with closing(DirectFile(folder / name)) as file:
+            return _appended(file, name, chunks, errors, pace)
+    except BaseException as error:
+        errors.append(error)
+        raise
+
+
+def _appended(
+    file: DirectFile,
+    name: str,
+    chunks: Sequence[_Chunk],
+    errors: Sequence[BaseException],
+    pace: Pace | None,
+) -> list[ocdbt.Entry]:
+    """Writes what a file of this name has; returns what lies where."""
+    entries: list[ocdbt.Entry] = []
+    before = time.thread_time()
+    for chunk in chunks:
+        data = _contiguous(chunk).reshape(-1).view(np.uint8)
+        num_bytes = len(data) + ocdbt.CHECKSUM_BYTES
+        is_inline = num_bytes <= ocdbt.MAX_INLINE_BYTES
+        checksum, offset = 0, 0
+        for start in range(0, len(data), _PIECE_BYTES):
             if errors:
                 return entries
-            data = _contiguous(chunk).reshape(-1).view(np.uint8)
-            checksum = ocdbt.checksum(data)
-            num_bytes = len(data) + len(checksum)
-            if num_bytes <= ocdbt.MAX_INLINE_BYTES:
-                entries.append((chunk.key, data.tobytes() + checksum))
-                continue
-            offset = file.append(data)
-            file.extend(np.frombuffer(checksum, np.uint8))
+            piece = data[start : start + _PIECE_BYTES]
+            checksum = ocdbt.checksum(piece, checksum)
+            if not is_inline:
+                at = file.append(piece)
+                offset = offset if start else at
+                # All pieces but the last have whole pages, so that the next one lies behind it.
+                assert at == offset + start
+            if pace is not None:
+                now = time.thread_time()
+                pace.rest(len(piece), now - before)
+                before = now
+        end = ocdbt.encoded(checksum)
+        if is_inline:
+            entries.append((chunk.key, data.tobytes() + end))
+        else:
+            file.extend(np.frombuffer(end, np.uint8))
             entries.append((chunk.key, ocdbt.Place(name, offset, num_bytes)))
-        file.finish()
-    finally:
-        file.close()
+    file.finish()
     return entries
 
 
@@ -193,9 +229,3 @@ def _contiguous(chunk: _Chunk) -> np.ndarray:
     whole = dtypes.numpy_view(buffers.host_block(chunk.shape, dtypes.to_torch(data.dtype)))
     whole[tuple(slice(n) for n in data.shape)] = data
     return whole
-
-
-def _give_way() -> None:
-    """Has this thread run where nothing else does: Linux has a priority for each thread."""
-    with suppress(OSError, AttributeError):  # the system forbids it, or has none
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,15 +1,14 @@
 """`CheckpointManager`: a folder of checkpoints, one for each step that was saved."""
 
 import atexit
+import functools
 import json
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,9 +20,11 @@ from spmd_core import files, progress, releases, source_lines
 from spmd_core.arguments import require_int, require_kind
 from spmd_core.checkpoint import folder as steps
 from spmd_core.checkpoint import loading, lock, plain
+from spmd_core.checkpoint.behind import Behind
 from spmd_core.checkpoint.entries import packed
 from spmd_core.checkpoint.loading import FORMAT, Restored
 from spmd_core.checkpoint.lock import FolderLock
+from spmd_core.checkpoint.pace import Pace
 from spmd_core.checkpoint.remote import RemoteLock, RemotePath, folder_at
 from spmd_core.checkpoint.retention import Retention, Written
 from spmd_core.checkpoint.staging import Memory, Staged, staged
@@ -34,14 +35,6 @@ from spmd_core.runtime import host_memory, processes, watch
 from spmd_core.steps.structures import raise_together
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A save in flight: its step, and what is written behind the program."""
-
-    step: int
-    written: Future[None]
 
 
 class CheckpointManager:
@@ -120,9 +113,7 @@ class CheckpointManager:
         self._folder = folder_at(folder)
         self._identity = None if identity is None else _as_json("identity", dict(identity))
         self._memory = Memory()
-        self._saving: _Saving | None = None
-        # One thread for all saves: to start one keeps a step waiting.
-        self._behind = ThreadPoolExecutor(1, "checkpoint")
+        self._behind = Behind()
         # By step: what `Retention` asks of those that are whole. Of one thread: that of the save.
         self._known: dict[int, Written] = {}
         self._lock: FolderLock | RemoteLock | None = None
@@ -195,7 +186,9 @@ class CheckpointManager:
         """Saves a state. Cuts, and waits for the devices and for the copies to host memory.
 
         The writes go on behind the program, unless `async_` is false. One save is in flight: this
-        waits for the one before. The state may change as soon as this returns.
+        waits for the one before. The state may change as soon as this returns. Steps of devices of
+        the CPU need the cores that write: behind them, a save takes a small share of a core, until
+        it is waited for, or three quarters of the time between the two saves before it are over.
 
         Args:
             step: from 0; not there yet.
@@ -236,8 +229,10 @@ class CheckpointManager:
             "parts": saved,
             "random": random,
         }
-        written = self._behind.submit(self._write, step, about, copies)
-        self._saving = _Saving(step, written)
+        num_bytes = sum(block.nbytes for array in copies.values() for _, block in array.blocks)
+        self._writer.start()
+        write = functools.partial(self._write, step, about, copies)
+        self._behind.begin(step, num_bytes, write)
         if not self._async:
             self.wait()
 
@@ -253,15 +248,15 @@ class CheckpointManager:
         self._wait(together=True)
 
     def _wait(self, *, together: bool) -> None:
-        saving, self._saving = self._saving, None
-        if saving is None:
+        step = self._behind.step
+        if step is None:
             return
-        with progress.shown(f"writing step {saving.step} to {self._folder}"):
-            error = saving.written.exception()
+        with progress.shown(f"writing step {step} to {self._folder}"):
+            error = self._behind.finish()
         self._memory.reuse()
         failed = None
         if error is not None:
-            failed = self._unwritten(saving.step, error)
+            failed = self._unwritten(step, error)
             failed.__cause__ = error
         if together:
             try:
@@ -281,9 +276,15 @@ class CheckpointManager:
             f"{self._listed()}. Free space, or name another folder, and save again."
         )
 
-    def _write(self, step: int, about: Mapping[str, Any], copies: Mapping[str, Staged]) -> None:
+    def _write(
+        self,
+        step: int,
+        about: Mapping[str, Any],
+        copies: Mapping[str, Staged],
+        pace: Pace | None,
+    ) -> None:
         """Behind the program: writes a step; when it is whole, others go."""
-        self._writer.write(step, about, copies)
+        self._writer.write(step, about, copies, pace)
         if not processes.is_master():
             return
         there = [self._written(step) for step in self.all_steps()]
@@ -426,7 +427,9 @@ class CheckpointManager:
         try:
             self._wait(together=together)
         finally:
-            self._behind.shutdown()
+            self._behind.close()
+            self._writer.close()
+            self._memory = Memory()
             self._release()
 
     def _release(self) -> None:

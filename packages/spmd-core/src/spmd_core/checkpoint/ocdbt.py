@@ -20,8 +20,12 @@ import numpy as np
 MAX_INLINE_BYTES = 1024
 """Values up to this size lie in the nodes."""
 
-_MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
-_CHECKSUM_BYTES = 4
+CHECKSUM_BYTES = 4
+"""Of the checksum behind each value and each node."""
+
+MANIFEST, NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
+"""What manifests and nodes begin with."""
+
 # Nodes are at most of about this size; the database says the double, which those who change it use.
 _NODE_BYTES = 500_000
 # Of a reader's memory for an entry, beside its key and its value.
@@ -148,7 +152,7 @@ def _appended(
     first: bytes, height: int, body: bytes, file: str, nodes: bytearray, below: tuple[int, int, int]
 ) -> _Child:
     """Adds a node to those before it; `below`: as `_Child` has it, without the node itself."""
-    node = _with_checksum(_NODE, bytes([height]) + body)
+    node = _with_checksum(NODE, bytes([height]) + body)
     place = Place(file, len(nodes), len(node))
     nodes += node
     num_keys, num_tree_bytes, num_value_bytes = below
@@ -158,7 +162,7 @@ def _appended(
 def _manifest(root: _Child, height: int) -> bytes:
     table, ids = _files([root.place.file])
     return _with_checksum(
-        _MANIFEST,
+        MANIFEST,
         b"".join(
             [
                 secrets.token_bytes(16),  # tells databases apart
@@ -180,14 +184,25 @@ def _manifest(root: _Child, height: int) -> bytes:
 def _with_checksum(magic: bytes, body: bytes) -> bytes:
     version_and_compression = _varints([0, _NO_COMPRESSION])
     start = len(magic) + 8 + len(version_and_compression)
-    length = struct.pack("<Q", start + len(body) + _CHECKSUM_BYTES)
+    length = struct.pack("<Q", start + len(body) + CHECKSUM_BYTES)
     block = magic + length + version_and_compression + body
-    return block + checksum(block)
+    return block + encoded(checksum(block))
 
 
-def checksum(data: bytes | np.ndarray) -> bytes:
-    """crc32c of bytes, or of a contiguous array of them, as it is written behind them."""
-    return struct.pack("<I", google_crc32c.value(data))
+def checksum(data: bytes | np.ndarray, before: int = 0) -> int:
+    """crc32c of bytes, or of a contiguous array of them.
+
+    Args:
+        data: the bytes.
+        before: the checksum of those that come before them.
+    """
+    found: int = google_crc32c.extend(before, data)
+    return found
+
+
+def encoded(checksum: int) -> bytes:
+    """A checksum as it is written behind what it is of."""
+    return struct.pack("<I", checksum)
 
 
 def _files(paths: Iterable[str]) -> tuple[bytes, dict[str, int]]:

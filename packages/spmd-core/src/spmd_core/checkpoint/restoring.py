@@ -224,8 +224,8 @@ class Restoration:
 def check_array(reader: Reader, node: Node) -> None:
     """Raises CheckpointError for an array on the disk that is not what the state says of it."""
     array = reader.array(node["name"])
-    dtype = dtypes.to_torch(array.dtype.numpy_dtype)
-    if tuple(array.shape) != tuple(node["shape"]) or dtype != getattr(torch, node["dtype"]):
+    dtype = dtypes.to_torch(array.dtype)
+    if array.shape != tuple(node["shape"]) or dtype != getattr(torch, node["dtype"]):
         raise damaged(
             reader.folder,
             f"{node['name']} is {dtype}{list(array.shape)} there, and not "

@@ -7,7 +7,8 @@ again; elsewhere, in what jax allocates for a transfer.
 """
 
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -17,12 +18,15 @@ import torch
 from spmd_core import dtypes
 from spmd_core.checkpoint import blocks
 from spmd_core.checkpoint.entries import Entry
+from spmd_core.checkpoint.threads import Threads
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.stacks import Row
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import buffers, devices, in_flight, processes
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+_COPY_BYTES = 4 << 20
 
 
 @dataclass
@@ -61,22 +65,36 @@ class Memory:
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
         self._taken: list[np.ndarray] = []
+        self._copies: list[Callable[[], None]] = []
+        self._threads = Threads(min(4, os.cpu_count() or 1) - 1, "checkpoint-copy")
 
     def copy(self, data: np.ndarray) -> np.ndarray:
-        """A copy, contiguous."""
+        """Memory for a copy, contiguous, which `finish` makes."""
         free = self._free.get(data.nbytes)
         memory = free.pop() if free else _new(data.nbytes)
         self._taken.append(memory)
         copy = memory.view(data.dtype).reshape(data.shape) if data.size else np.array(data)
-        np.copyto(copy, data)
+        for to, of in zip(_pieces(copy), _pieces(data)):
+            self._copies.append(functools.partial(np.copyto, to, of))
         return copy
+
+    def finish(self) -> None:
+        """Makes all copies: by several threads, as the devices wait."""
+        copies, self._copies = self._copies, []
+        self._threads.all(copies, here=True)
 
     def reuse(self) -> None:
         """Frees what no copy of the last save took, and has the next save use the rest again."""
         self._free = {}
         for memory in self._taken:
             self._free.setdefault(memory.nbytes, []).append(memory)
-        self._taken = []
+        self._taken, self._copies = [], []
+
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    """An array in pieces that threads copy, along its first dim."""
+    num = -(-array.nbytes // _COPY_BYTES)
+    return [array] if num < 2 else np.array_split(array, min(num, len(array)))
 
 
 def _new(num_bytes: int) -> np.ndarray:
@@ -99,12 +117,17 @@ def staged(entries: Mapping[str, Entry], memory: Memory) -> dict[str, Staged]:
     sources = {name: _source(entry) for name, entry in entries.items()}
     in_flight.programs.wait_all()
     found = {}
-    for name, source in sources.items():
-        entry = entries[name]
-        if isinstance(source, _Source):
-            found[name] = _from_devices(name, source, entry.shape, memory)
-        else:
-            found[name] = _from_host(source, memory)
+    try:
+        for name, source in sources.items():
+            entry = entries[name]
+            if isinstance(source, _Source):
+                found[name] = _from_devices(name, source, entry.shape, memory)
+            else:
+                found[name] = _from_host(source, memory)
+        memory.finish()
+    except BaseException:
+        memory.reuse()
+        raise
     return found
 
 

@@ -1,4 +1,4 @@
-"""Reads the arrays of a step by tensorstore, and its JSON; each with its checksum.
+"""Reads the arrays of a step, and its JSON; each with its checksum.
 
 Each chunk has a checksum (crc32c), and so has the JSON beside the arrays (sha256); every read
 compares them.
@@ -9,17 +9,21 @@ import hashlib
 import itertools
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from spmd_core import dtypes
+from spmd_core.checkpoint.arrays import Array, Arrays
 from spmd_core.checkpoint.blocks import relative
+from spmd_core.checkpoint.disk_arrays import DiskArrays
 from spmd_core.checkpoint.folder import whole_steps
-from spmd_core.checkpoint.remote import CONTEXT, Folder, url
+from spmd_core.checkpoint.index_reading import OtherFormError
+from spmd_core.checkpoint.remote import Folder
+from spmd_core.checkpoint.tensorstore_arrays import TensorstoreArrays
+from spmd_core.checkpoint.threads import Threads
 from spmd_core.errors import CheckpointError
 from spmd_core.tensor.shards import Part
 
@@ -27,8 +31,9 @@ ARRAYS, STATE = "arrays", "state"
 """The folders of a step: its arrays, and all else as JSON."""
 
 _CHECKSUM = "sha256"  # of the other entries of the JSON
-# So much of an array is read at a time, or one chunk.
+# So much of an array is read at a time, or one chunk: each lies in memory of its own first.
 _READ_BYTES = 16 << 20
+_NUM_THREADS = max(DiskArrays.num_threads, TensorstoreArrays.num_threads)
 
 
 def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,16 +56,8 @@ class Reader:
 
     def __init__(self, step: Folder) -> None:
         self.folder = step
-        self._context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
-                # Enough for a disk's bandwidth; each thread keeps memory for what it reads.
-                "file_io_concurrency": {"limit": 4},
-            },
-            CONTEXT,
-        )
-        self._open: dict[str, Any] = {}
+        self._found: Arrays | None = None
+        self._threads = Threads(_NUM_THREADS, "checkpoint-read")
 
     def state(self) -> dict[str, Any]:
         """What was saved beside the arrays, as JSON.
@@ -77,36 +74,40 @@ class Reader:
             raise damaged(self.folder, f"{path} is not what its checksum says")
         return found
 
-    def array(self, name: str) -> Any:
-        """An array, as tensorstore's.
+    def array(self, name: str) -> Array:
+        """An array.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        if name not in self._open:
-            self.open([name])
         try:
-            return self._open[name].result()
+            try:
+                return self._arrays().array(name)
+            except OtherFormError:
+                self._found = TensorstoreArrays(self.folder / ARRAYS)
+                return self._found.array(name)
         except (ValueError, OSError) as error:
             raise damaged(self.folder, f"{name}: {error}") from error
 
+    def _arrays(self) -> Arrays:
+        """What this package has written on a disk, it reads; tensorstore reads the rest."""
+        if self._found is None:
+            folder = self.folder / ARRAYS
+            self._found = (
+                DiskArrays(folder) if isinstance(folder, Path) else TensorstoreArrays(folder)
+            )
+        return self._found
+
     def open(self, names: Iterable[str]) -> None:
-        """Begins to look for arrays, so that `array` need not wait for one after another."""
-        for name in {*names} - self._open.keys():
-            database = {
-                "driver": "ocdbt",
-                "base": f"{url(self.folder / ARRAYS)}/",
-                "path": f"{name}/",
-                "cache_pool": "cache_pool#ocdbt",
-            }
-            spec = {
-                "driver": "zarr3",
-                "kvstore": database,
-                "fill_missing_data_reads": False,
-                "recheck_cached_data": False,
-                "recheck_cached_metadata": False,
-            }
-            self._open[name] = ts.open(spec, read=True, context=self._context)
+        """Begins to look for arrays, so that `array` need not wait for one after another.
+
+        Raises:
+            CheckpointError: the arrays of the step are damaged.
+        """
+        wanted = [*names]
+        if wanted:
+            self.array(wanted[0])
+            self._arrays().open(wanted)
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """A block of an array.
@@ -114,11 +115,9 @@ class Reader:
         Raises:
             CheckpointError: a chunk is missing, or its checksum is not that of its data.
         """
-        array = self.array(name)
-        try:
-            found: np.ndarray = array[tuple(index)].read().result()
-        except (ValueError, OSError) as error:
-            raise damaged(self.folder, f"{name}: {error}") from error
+        shape = [s.stop - s.start for s in index]
+        found = np.empty(shape, self.array(name).dtype)
+        self.fill(name, [(tuple(index), dtypes.tensor_view(found))])
         return found
 
     def fill(self, name: str, parts: Sequence[Part]) -> None:
@@ -132,21 +131,11 @@ class Reader:
         Raises:
             CheckpointError: see `read`; some of the blocks have their values.
         """
-        array, reading = self.array(name), _Reading(self.folder, name)
-        dtype = dtypes.to_torch(array.dtype.numpy_dtype)
-        for needed in _by_chunk(array, parts):
-            index, into = needed[0]
-            if len(needed) == 1 and into.dtype == dtype:
-                memory = ts.array(dtypes.numpy_view(into))
-                reading.add(memory.write(array[index]), into.nbytes)
-                continue
-            hull = tuple(
-                slice(min(s.start for s in of), max(s.stop for s in of))
-                for of in zip(*(index for index, _ in needed))
-            )
-            size = math.prod(s.stop - s.start for s in hull) * dtype.itemsize
-            reading.add(array[hull].read(), size, functools.partial(_spread, needed, hull))
-        reading.finish()
+        calls = []
+        for number, start, needed in _by_chunk(self.array(name), parts):
+            use = functools.partial(_spread, needed, start)
+            calls.append(functools.partial(self._arrays().chunk, name, number, use))
+        self._read(name, calls)
 
     def check(self, name: str, parts: Sequence[Part]) -> None:
         """Reads blocks of an array, and keeps nothing of them.
@@ -158,76 +147,38 @@ class Reader:
         Raises:
             CheckpointError: see `read`.
         """
-        array, reading = self.array(name), _Reading(self.folder, name)
-        size = math.prod(_grid(array)) * array.dtype.numpy_dtype.itemsize
-        for (index, _), *_ in _by_chunk(array, parts):
-            # For one element, all of its chunk is read and compared with its checksum.
-            reading.add(array[tuple(s.start for s in index)].read(), size)
-        reading.finish()
+        numbers = [number for number, *_ in _by_chunk(self.array(name), parts)]
+        self._read(name, [functools.partial(self._arrays().chunk, name, i) for i in numbers])
 
-
-class _Reading:
-    """Reads of an array that are under way: so many bytes of them at a time.
-
-    Args:
-        step, name: of the array.
-    """
-
-    def __init__(self, step: Folder, name: str) -> None:
-        self._step, self._name = step, name
-        self._begun = deque[tuple[Any, int, Callable[[np.ndarray], None] | None]]()
-        self._bytes = 0
-
-    def add(
-        self, begun: Any, num_bytes: int, use: Callable[[np.ndarray], None] | None = None
-    ) -> None:
-        """Another one.
-
-        Args:
-            begun: tensorstore's future.
-            num_bytes: that it takes.
-            use: gets its result.
-        """
-        self._begun.append((begun, num_bytes, use))
-        self._bytes += num_bytes
-        while self._bytes > _READ_BYTES and len(self._begun) > 1:
-            self._finish_one()
-
-    def finish(self) -> None:
-        """Waits for all."""
-        while self._begun:
-            self._finish_one()
-
-    def _finish_one(self) -> None:
-        begun, num_bytes, use = self._begun.popleft()
+    def _read(self, name: str, calls: Sequence[Callable[[], None]]) -> None:
+        """Reads chunks of an array, some at a time."""
+        array, most = self.array(name), self._arrays().num_threads
+        num_bytes = math.prod(array.chunks) * array.dtype.itemsize
+        most = max(1, min(most, _READ_BYTES // max(1, num_bytes)))
         try:
-            result = begun.result()
+            self._threads.all(calls, most - 1, here=True)
         except (ValueError, OSError) as error:
-            raise damaged(self._step, f"{self._name}: {error}") from error
-        self._bytes -= num_bytes
-        if use is not None:
-            use(result)
+            raise damaged(self.folder, f"{name}: {error}") from error
 
 
-def _grid(array: Any) -> tuple[int, ...]:
-    """The shape of an array's chunks."""
-    return tuple(array.chunk_layout.read_chunk.shape or ())
-
-
-def _by_chunk(array: Any, parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts of blocks in each chunk of an array, in the chunks' order."""
-    grid = _grid(array)
+def _by_chunk(
+    array: Array, parts: Sequence[Part]
+) -> list[tuple[tuple[int, ...], tuple[slice, ...], list[Part]]]:
+    """For each chunk of an array that blocks need, in order, its number, slices and their parts."""
     found: dict[tuple[int, ...], list[Part]] = {}
     for index, into in parts:
-        numbers = (range(s.start // n, -(-s.stop // n)) for s, n in zip(index, grid))
+        numbers = (range(s.start // n, -(-s.stop // n)) for s, n in zip(index, array.chunks))
         for number in itertools.product(*numbers):
             inside = tuple(
                 slice(max(s.start, i * n), min(s.stop, (i + 1) * n))
-                for s, i, n in zip(index, number, grid)
+                for s, i, n in zip(index, number, array.chunks)
             )
             if all(s.start < s.stop for s in inside):
                 found.setdefault(number, []).append((inside, into[relative(inside, index)]))
-    return [found[number] for number in sorted(found)]
+    return [
+        (number, tuple(slice(i * n, (i + 1) * n) for i, n in zip(number, array.chunks)), of)
+        for number, of in sorted(found.items(), key=lambda item: item[0])
+    ]
 
 
 def _spread(parts: Sequence[Part], index: tuple[slice, ...], block: np.ndarray) -> None:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd_core import files
-from spmd_core.checkpoint import database
+from spmd_core.checkpoint import database, disk
 from spmd_core.checkpoint.lock import UNFINISHED
 from spmd_core.checkpoint.meetings import Meetings
+from spmd_core.checkpoint.pace import Pace
 from spmd_core.checkpoint.remote import WHOLE, Folder, RemoteLock, RemotePath
 from spmd_core.checkpoint.staging import Staged
 from spmd_core.checkpoint.store import ARRAYS, STATE, with_checksum
+from spmd_core.checkpoint.threads import Threads
 from spmd_core.runtime import processes
 
 # How long a process waits for others that write.
@@ -44,9 +46,26 @@ class Writer:
         self._folder = folder
         # Several managers of one program do not meet each other.
         self._meetings = Meetings(f"spmd_{folder}".replace("/", "_"))
+        self._threads = Threads(disk.NUM_FILES, "checkpoint-file", gives_way=True)
 
-    def write(self, step: int, state: Mapping[str, Any], arrays: Mapping[str, Staged]) -> None:
+    def start(self) -> None:
+        """Makes what a save needs, so that one that goes on at the program's end has it."""
+        self._threads.start()
+
+    def write(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        arrays: Mapping[str, Staged],
+        pace: Pace | None = None,
+    ) -> None:
         """Writes a step, and waits until it is whole on the disk. In every process.
+
+        Args:
+            step: the step.
+            state: what it has beside its arrays.
+            arrays: by name; this process writes its blocks of them.
+            pace: at which it does; None: as fast as it can.
 
         Raises:
             OSError, ValueError: what failed in this process.
@@ -54,12 +73,22 @@ class Writer:
         """
         self._meetings.begin()
         try:
-            self._write(step, state, arrays)
+            self._write(step, state, arrays, pace)
         except BaseException as error:
             self._meetings.fail(error)
             raise
 
-    def _write(self, step: int, state: Mapping[str, Any], arrays: Mapping[str, Staged]) -> None:
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.close()
+
+    def _write(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        arrays: Mapping[str, Staged],
+        pace: Pace | None,
+    ) -> None:
         begun = time.time_ns()
         path, is_master = self._place(step), processes.is_master()
         if is_master:
@@ -68,7 +97,7 @@ class Writer:
         together, count = path / ARRAYS, processes.process_count()
         own = [together / f"ocdbt.process_{rank}" for rank in range(count)]
         mine = together if count == 1 else own[processes.process_index()]
-        database.write(arrays, mine)
+        database.write(arrays, mine, self._threads, pace)
         self._meetings.meet("written", _TIMEOUT_MS)
         if is_master:
             if count > 1:
@@ -118,6 +147,9 @@ class RemoteWriter(Writer):
     def __init__(self, folder: RemotePath, lock: RemoteLock | None) -> None:
         super().__init__(folder)
         self._lock = lock
+
+    def start(self) -> None:
+        """tensorstore has threads of its own."""
 
     def _place(self, step: int) -> Any:
         return self._folder / str(step)
