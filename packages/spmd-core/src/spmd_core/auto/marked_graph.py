@@ -1,5 +1,6 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -84,26 +85,34 @@ def shardings(
     def sharding(tensor: int) -> Sharding:
         return sharding_of(groups, solution, mesh, tensor)
 
-    leaves = tuple(sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None)
+    leaves = [sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None]
     if markable is None:
         marks, gradients = _anywhere(groups, solution, sharding)
     else:
-        marks, gradients = _in_code(groups, solution, sharding, markable)
-    return Shardings(mesh, leaves, tuple(sorted(marks.items())), frozenset(gradients))
+        for alike in markable.alike:
+            ((most_common, _),) = Counter(leaves[i] for i in alike).most_common(1)
+            for i in alike:
+                leaves[i] = most_common
+        marks, gradients = _in_code(groups, solution, sharding, markable, leaves)
+    return Shardings(mesh, tuple(leaves), tuple(sorted(marks.items())), frozenset(gradients))
 
 
 _Marks = tuple[dict[int, Sharding], set[int]]
 
 
 def _in_code(
-    groups: Groups, solution: Solution, sharding: Callable[[int], Sharding], markable: Markable
+    groups: Groups,
+    solution: Solution,
+    sharding: Callable[[int], Sharding],
+    markable: Markable,
+    leaves: Sequence[Sharding],
 ) -> _Marks:
     """The marks that parameters and modules' results make in a program, and the gradients."""
     step = groups.step
     marks: dict[int, Sharding] = {}
     for gradient, leaf in markable.gradients:
-        if step.tensors[leaf].fixed is None and not sharding(leaf).is_replicated:
-            marks[gradient] = sharding(leaf)
+        if step.tensors[leaf].fixed is None and not leaves[leaf].is_replicated:
+            marks[gradient] = leaves[leaf]
     gradients = set(marks)
     needed = set(_to_mark(groups, solution))
     for calls in markable.calls:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from spmd_core.auto import module_paths
+from spmd_core.auto import layer_loops, module_paths
 from spmd_core.config import config
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
@@ -19,9 +19,10 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Handle, Storage, pending, read, take_pending
 from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
+from spmd_core.modules.layer_stack import LayerStack, one_by_one
 from spmd_core.program import execution, planning, tensor_names
 from spmd_core.program.cut_guard import this_thread
-from spmd_core.program.planning import collect
+from spmd_core.program.planning import CutPlan, collect
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.source_lines import user_line
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -51,12 +52,15 @@ class Markable:
     """The tensors inside of a step that marks in its code reach, by their positions.
 
     Attributes:
-        calls: for each module whose results hooks may mark, its calls.
+        calls: for each module whose results hooks may mark, its calls; for those that are one in
+            all layers of a loop, their calls together.
         gradients: gradients of parameters, which marks of parameters reach, with the leaves.
+        alike: leaves that are sharded alike, as they are one in all layers of a loop.
     """
 
     calls: tuple[tuple[Call, ...], ...]
     gradients: tuple[tuple[int, int], ...]
+    alike: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -68,6 +72,7 @@ class RecordedStep:
         names: the names of its tensors, by storage.
         calls: the calls of each module, by the module.
         gradients: for each gradient that a backward gave a parameter, its position and the leaf's.
+        loops: the layers of each stack that runs as a loop (`scan_model`), recorded one by one.
         leaves: for each graph input its storage; None if nothing holds it any more.
         inputs: for each graph input its value, while the step is recorded.
         numbers: the graph's scalar inputs, in the order of its operations.
@@ -77,6 +82,7 @@ class RecordedStep:
     names: Mapping[Storage, str]
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     gradients: list[tuple[int, int]] = field(default_factory=list)
+    loops: Sequence[Sequence[nn.Module]] = ()
     leaves: tuple[Storage | None, ...] = ()
     inputs: Sequence[Value] = ()
     numbers: Sequence[Any] = ()
@@ -84,8 +90,13 @@ class RecordedStep:
     @property
     def markable(self) -> Markable:
         """What marks of parameters and of modules' results reach."""
-        calls = (tuple(self.calls[module]) for module in self.paths)
-        return Markable(tuple(calls), tuple(self.gradients))
+        in_loops = layer_loops.modules(self.loops)
+        calls: dict[Hashable, tuple[Call, ...]] = {}
+        for module in self.paths:
+            key = in_loops.get(module, module)
+            calls[key] = (*calls.get(key, ()), *self.calls[module])
+        alike = layer_loops.leaves(self.loops, self.names, self.leaves)
+        return Markable(tuple(calls.values()), tuple(self.gradients), alike)
 
     @cached_property
     def paths(self) -> dict[nn.Module, str]:
@@ -115,7 +126,8 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
     execution.cut()
     seen = _Seen()
     live: list[Storage] = []
-    with _state_kept(), torch.random.fork_rng(devices=[]), _recording(seen):
+    kept = (_state_kept(), torch.random.fork_rng(devices=[]))
+    with kept[0], kept[1], one_by_one() as seen.loops, _recording(seen):
         try:
             result = None  # kept, as a value that nothing holds is not computed
             with contextlib.suppress(_StepEndedError):
@@ -150,15 +162,17 @@ class _SeenCall:
 
 @dataclass
 class _Seen:
-    """What is noted while a step is recorded: calls of modules, and gradients of parameters."""
+    """What is noted while a step is recorded: calls of modules, gradients of parameters, loops."""
 
     calls: list[_SeenCall] = field(default_factory=list)
     gradients: list[tuple[Storage, Value]] = field(default_factory=list)
+    loops: dict[LayerStack, list[nn.Module]] = field(default_factory=dict)
 
 
 def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     with lock:
         planned = planning.plan(live)
+    _require_operations(planned)
     graph = planned.graph()
     first, count = {}, len(graph.leaves)
     for node in planned.nodes:
@@ -184,7 +198,29 @@ def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
         if gradient is not None and storage in leaf_of:
             gradients.append((gradient, leaf_of[storage]))
     return RecordedStep(
-        graph, tensor_names.names(), calls, gradients, owners, planned.leaves, planned.numbers
+        graph,
+        tensor_names.names(),
+        calls,
+        gradients,
+        [*seen.loops.values()],
+        owners,
+        planned.leaves,
+        planned.numbers,
+    )
+
+
+def _require_operations(planned: CutPlan) -> None:
+    """Raises AutoShardingError for what is no operation on whole tensors."""
+    if planned.stacked.rows or planned.stacked.results:
+        what = "layers that are stacked by scan_layers, or by steps that have run as a loop"
+        advice = "Give a model with scan_model, before its first step, or shard the layers by marks"
+    elif any(node.entry.border is not None for node in planned.nodes):
+        what, advice = "a pipeline or a shard_map", "Shard what it reads by marks"
+    else:
+        return
+    raise AutoShardingError(
+        "automatic sharding reads operations on whole tensors; got a step with "
+        f"{what}. {advice}, without auto_shard."
     )
 
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -34,6 +35,25 @@ ATTRIBUTE = "_runs_in_stack"
 """The attribute of a layer that has its stack."""
 
 _UNDO = "Call spmd.scan_model(model, undo=True) for a model that does this"
+
+
+_one_by_one: ContextVar["dict[LayerStack, list[nn.Module]] | None"] = ContextVar(
+    "one_by_one", default=None
+)
+
+
+@contextmanager
+def one_by_one() -> Iterator["dict[LayerStack, list[nn.Module]]"]:
+    """Inside, the layers of all stacks run one by one; gives the layers of those that are called.
+
+    For a search of shardings, which reads operations and no loops. Of this thread and context.
+    """
+    called: dict[LayerStack, list[nn.Module]] = {}
+    token = _one_by_one.set(called)
+    try:
+        yield called
+    finally:
+        _one_by_one.reset(token)
 
 
 class _Phase(Enum):
@@ -94,6 +114,10 @@ class LayerStack:
             args: its arguments.
             kwargs: its keyword arguments.
         """
+        called = _one_by_one.get()
+        if called is not None:
+            called.setdefault(self, self.layers(layer))
+            return run(*args, **kwargs)
         is_inside = self._records or current_region.get() is not None
         if is_inside or torch.compiler.is_compiling():
             return run(*args, **kwargs)
