@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, positions
-from spmd_core.auto.recorded_step import RecordedStep
+from spmd_core.auto.recorded_step import RecordedStep, why_not
 from spmd_core.auto.searches import searched
 from spmd_core.auto.step_graph import StepGraph, updated
 from spmd_core.auto.waiting_draws import WaitingDraws, as_inputs, draw
@@ -40,7 +41,8 @@ class Automatic:
 
     The first program with a product is searched, and its inputs that stay, parameters and state,
     are marked: later searches take these marks as given. Programs without products, such as those
-    that draw the weights, run as they are, and so do those with a manual region.
+    that draw the weights, run as they are, and so do, with a warning, those with a manual region or
+    a loop over layers.
 
     Attributes:
         mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
@@ -58,6 +60,7 @@ class Automatic:
         self.mesh, self.topology = mesh, topology
         self.found: list[FoundShardings] = [] if found is None else found
         self._known: dict[Hashable, Shardings | None] = {}
+        self._warned: set[str] = set()
         self._kind: Kind | None = None  # of the first search's candidate
         self._draws: WaitingDraws | None = WaitingDraws()  # until the first search
 
@@ -66,7 +69,10 @@ class Automatic:
         planned = plan()
         if not self._is_here():
             return planned
-        if planned.stacked.rows or planned.stacked.results:
+        refused = why_not(planned)
+        if refused is not None:
+            if any(entry_flops(node.entry) for node in planned.nodes):
+                self._warn(refused)
             return planned
         key = _key(planned)
         if key in self._known:
@@ -101,12 +107,20 @@ class Automatic:
         """Whether programs are now those that this is about: of a plan, or those that run."""
         return (abstract.run() is not None) == (self.topology is not None)
 
+    def _warn(self, refused: str) -> None:
+        """Says, once for each reason, that programs with products are not searched."""
+        if refused not in self._warned:
+            self._warned.add(refused)
+            warnings.warn(
+                "automatic sharding reads operations on whole tensors, and leaves programs with "
+                f"{refused} as their marks say. Shard these by hand.",
+                stacklevel=2,
+            )
+
     def _search(self, planned: CutPlan) -> Shardings | None:
         """The shardings of a new program; None if it stays as it is."""
         graph = planned.graph()
-        is_local = any(leaf.placement.manual or leaf.placement.room for leaf in graph.leaves)
-        is_local |= any(node.entry.border is not None for node in graph.nodes)
-        if is_local or not any(entry_flops(node.entry) for node in graph.nodes):
+        if not any(entry_flops(node.entry) for node in graph.nodes):
             return None
         groups = group(StepGraph.of(graph))
         devices = self.topology or present()

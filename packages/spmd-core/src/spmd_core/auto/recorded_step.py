@@ -209,19 +209,28 @@ def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     )
 
 
-def _require_operations(planned: CutPlan) -> None:
-    """Raises AutoShardingError for what is no operation on whole tensors."""
+def why_not(planned: CutPlan) -> str | None:
+    """What of a plan is no operation on whole tensors, and so cannot be searched; None if all is.
+
+    Args:
+        planned: of a step, or of any program.
+    """
     if planned.stacked.rows or planned.stacked.results:
-        what = "layers that are stacked by scan_layers, or by steps that have run as a loop"
-        advice = "Give a model with scan_model, before its first step, or shard the layers by marks"
-    elif any(node.entry.border is not None for node in planned.nodes):
-        what, advice = "a pipeline or a shard_map", "Shard what it reads by marks"
-    else:
-        return
-    raise AutoShardingError(
-        "automatic sharding reads operations on whole tensors; got a step with "
-        f"{what}. {advice}, without auto_shard."
-    )
+        return "layers that are stacked by scan_layers, or that have run as a loop"
+    is_local = any(leaf.placement.manual or leaf.placement.room for leaf in planned.leaves)
+    if is_local or any(node.entry.border is not None for node in planned.nodes):
+        return "a pipeline or a shard_map"
+    return None
+
+
+def _require_operations(planned: CutPlan) -> None:
+    refused = why_not(planned)
+    if refused is not None:
+        raise AutoShardingError(
+            f"automatic sharding reads operations on whole tensors; got a step with {refused}. "
+            "Call auto_shard before the first step of a model with scan_model, and shard others by "
+            "marks."
+        )
 
 
 @contextlib.contextmanager
