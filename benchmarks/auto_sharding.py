@@ -4,7 +4,8 @@ For each model of `benchmarks.auto_models`, on eight emulated devices:
 
 1. A step with the shardings of `spmd.auto_shard(objective="measured")`, in turns with each of the
    manual ones (data parallelism, FSDP, FSDP with tensor parallelism): CPU time, and peak memory of
-   the program.
+   the program. A turn is a few steps of one loop, as a step follows on itself in training; the
+   first one, whose memory and caches the loop before has had, does not count.
 2. The losses of three steps beside those of eager torch.
 3. The seconds of the search, before candidates are compiled and in all.
 4. Over all candidates that were compiled: the rank correlation (Spearman's) of modelled and
@@ -55,6 +56,8 @@ STRATEGIES = ("data", "fsdp", "fsdp_tensor")
 EAGER, AUTO = "eager", "auto"
 LEAST_RATIO, LEAST_BETTER, LEAST_RANK, MOST_ERROR = 0.96, 1 / 3, 0.9, 1e-5
 MOST_MODEL_S, MOST_SEARCH_S = 30, 300
+# Of a turn that count.
+STEPS = 3
 # XLA's worker threads spin for a while after their work, which would count as the next step's.
 SETTLE_S = 0.1
 
@@ -82,13 +85,21 @@ def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, An
     for number in range(rounds):
         turns = list(steps.items())  # in both orders, as a step leaves caches to the next one
         for strategy, step in turns if number % 2 else reversed(turns):
-            time.sleep(SETTLE_S)
-            start = time.process_time()
-            step()
-            spmd.sync(wait=True)
-            times[strategy].append(time.process_time() - start)
+            times[strategy] += _turn(step)
     found["cpu_s"] = {strategy: statistics.median(x) for strategy, x in times.items()}
     return found
+
+
+def _turn(step: Callable[[], torch.Tensor]) -> list[float]:
+    """The CPU seconds of some steps of a loop that has just begun to run again."""
+    found = []
+    for _ in range(1 + STEPS):
+        time.sleep(SETTLE_S)
+        start = time.process_time()
+        step()
+        spmd.sync(wait=True)
+        found.append(time.process_time() - start)
+    return found[1:]
 
 
 def _eager_losses(name: str, size: str) -> list[float]:

@@ -87,12 +87,13 @@ def test_the_least_time_decides(chosen_times, times):
     assert model.table.weight.partition_spec == spec
 
 
-def test_a_candidate_that_is_far_slower_runs_once(chosen_times):
+@pytest.mark.parametrize(("slower", "turns"), [(1.6, 1), (1.2, 4), (1.05, 8), (1.01, 12)])
+def test_candidates_run_until_they_are_far_slower(chosen_times, slower, turns):
     several()
-    calls = chosen_times(1.0, 1.6)
+    calls = chosen_times(1.0, slower)
     _, _, plan = searched(*words())
-    assert sorted(map(calls.count, set(calls))) == [1, 4]
-    assert [x.measured_s for x in plan.tried[:2]] == [1.0, 1.6]
+    assert {*map(calls.count, set(calls))} == {turns}
+    assert [x.measured_s for x in plan.tried[:2]] == [1.0, slower]
 
 
 def test_an_equal_search_does_not_measure_again(chosen_times):

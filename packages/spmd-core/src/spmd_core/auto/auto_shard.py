@@ -69,7 +69,7 @@ def auto_shard(
         memory: the bytes of one device; by default those of the chip, and no limit on CPUs.
         objective: "time" for the least time by the model and the compiled programs, "memory" for
             the least memory, or "measured" for the least time on the devices: the programs of the
-            compiled candidates run up to 16 times each, on copies of the step's inputs.
+            compiled candidates run up to 48 times each, on copies of the step's inputs.
         candidates: how many candidates to compile; 0 to trust the model.
         on_interrupt: what Ctrl-C does during the search. "raise": KeyboardInterrupt, and nothing
             has changed. "best": the search ends with the best so far: of the candidates that were

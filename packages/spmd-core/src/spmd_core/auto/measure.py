@@ -30,9 +30,12 @@ from spmd_core.program.program_graph import stored_shape
 from spmd_core.runtime import agreement, buffers, devices, in_flight
 
 # Each turn begins with a run that is not measured: its memory and its caches are new.
-_TURNS, _RUNS = 4, 3
-# A candidate that takes so many times as long as the best one runs no further turn.
-_FAR = 1.5
+_RUNS = 3
+# After how many turns a candidate that takes more than so many times as long as the best one runs
+# no more; the others run so many turns at most.
+_TURNS, _CLOSE = 12, ((1, 1.5), (4, 1.08), (8, 1.04))
+# After four turns none begins that much later.
+_MOST_S = 60
 # The threads of a CPU device spin for a while after their work, on the cores of the next program.
 _SETTLE_S = 0.1
 
@@ -82,8 +85,11 @@ def measured(
         programs[i] = program
     times: dict[int, list[float]] = {i: [] for i in programs}
     own: dict[int, float] = {}
+    kept, begun = [*programs], time.monotonic()
     for turn in range(_TURNS):
-        report(f"running {len(programs)} candidates, turn {turn + 1} of {_TURNS}")
+        if turn and len(kept) < 2:
+            break
+        report(f"running {len(programs)} candidates, turn {turn + 1} of at most {_TURNS}")
         order = list(programs)  # in both orders, as a program leaves caches to the next one
         for i in order if turn % 2 else reversed(order):
             try:
@@ -92,10 +98,11 @@ def measured(
                 refusals[i] = str(error)
                 del programs[i]
         own |= {i: statistics.median(times[i]) for i in programs}
-        kept = [i for i in programs if own[i] <= _FAR * min(own.values())]
-        kept = json.loads(
-            agreement.of_process_0(f"candidates of turn {turn + 2}", json.dumps(kept))
-        )
+        far = next(most for turns, most in reversed(_CLOSE) if turn + 1 >= turns)
+        kept = [i for i in programs if own[i] <= far * min(own.values())]
+        if turn >= 3 and time.monotonic() - begun > _MOST_S:
+            kept = []
+        kept = json.loads(agreement.of_process_0("candidates that run again", json.dumps(kept)))
         programs = {i: programs[i] for i in kept if i in programs}
     own = {i: own[i] for i in own if i not in refusals}
     agreed = json.loads(agreement.of_process_0("times of candidates", json.dumps([*own.items()])))

@@ -126,8 +126,7 @@ def record(step: Callable[[], Any], read_graph: Callable[[RecordedStep], Any]) -
     execution.cut()
     seen = _Seen()
     live: list[Storage] = []
-    kept = (_state_kept(), torch.random.fork_rng(devices=[]))
-    with kept[0], kept[1], one_by_one() as seen.loops, _recording(seen):
+    with _state_kept(), torch.random.fork_rng(devices=[]), _recording(seen):
         try:
             result = None  # kept, as a value that nothing holds is not computed
             with contextlib.suppress(_StepEndedError):
@@ -274,7 +273,8 @@ def _recording(seen: _Seen) -> Iterator[None]:
     execution.around_step.insert(0, ended)
     this_thread.in_place_of_cut, config.record_source_lines = read_apart, True
     try:
-        yield
+        with one_by_one() as seen.loops:
+            yield
     finally:
         this_thread.in_place_of_cut, config.record_source_lines = before, lines
         execution.around_step.remove(ended)
