@@ -176,7 +176,7 @@ def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:
         f"{fitting[best]['peak_bytes'] / 1e9:,.2f} GB",
         "-" if auto.get("search_s") is None else f"{auto['search_s']:,.0f} s",
         f"{auto['plan_s']:,.0f} s",
-        f"{auto['host_bytes'] / 1e9:,.1f} GB",
+        "-" if auto.get("host_bytes") is None else f"{auto['host_bytes'] / 1e9:,.1f} GB",
     ]
 
 
@@ -211,6 +211,14 @@ def main() -> None:
         "model", "step, modelled", "best manual", "rate", "peak", "its peak", "search",
         "whole plan", "host memory",
     )  # fmt: skip
+    known = [x for of in found.values() for x in of.values() if "commit" in x]
+    if known:
+        notes.append(
+            f"{len(known)} of {len(turns)} plans were made at commits "
+            f"{', '.join(sorted({x['commit'] for x in known}))}, with up to "
+            f"{max(x['load'][0] for x in known):.0f} processes that wanted to run on "
+            f"{os.cpu_count()} cores; the others earlier."
+        )
     rows = [_row(name, of) for name, of in found.items()]
     title = f"Automatic shardings compiled for {args.topology}; times are modelled"
     publish(
