@@ -44,6 +44,8 @@ _MOST_PROPAGATED, _MOST_OPERATIONS = 10, 20_000
 _MOST_UNFOLDED = 5_000
 # Collectives whose times differ by so much, relatively, are the same.
 _SAME = 0.01
+# So many candidates are measured with and without marks of results, where propagation is the same.
+_BOTH_FORMS = 2
 # Candidates that take so much longer than the best one, after propagation or else by the model, are
 # not compiled: a compilation takes minutes, and what XLA does afterwards changes times by less.
 _WORTH = 1.25
@@ -161,7 +163,8 @@ def decide(
         worth = _worth_compiling(made) if objective == "time" else made
         chosen = made[:most] if number else _diverse(worth, most)
         left = [x for x in made if x not in chosen]
-        chosen = _with_needed_marks(groups, chosen, topology, machine)
+        both = _BOTH_FORMS if objective == "measured" else 0
+        chosen = _with_needed_marks(groups, chosen, topology, machine, both=both)
         progress.made = made = [*chosen, *left]
         _compile(groups, chosen, topology, machine, names, report, progress)
         best = _best(tried, memory, objective)
@@ -286,13 +289,21 @@ def _by_propagation(
 
 
 def _with_needed_marks(
-    groups: Groups, chosen: Sequence[Tried], topology: Topology, machine: Machine
+    groups: Groups, chosen: Sequence[Tried], topology: Topology, machine: Machine, *, both: int
 ) -> list[Tried]:
     """These candidates, without marks of results where Shardy's collectives are the same without.
 
     Where less is sent without them, devices may compute the same.
+
+    Args:
+        groups: the step.
+        chosen: the candidates.
+        topology, machine: the devices.
+        both: so many of those that need no marks follow with them, too: the compiler orders and
+            joins operations in another way there, which only measuring tells apart.
     """
     found: list[Tried] = []
+    with_marks: list[Tried] = []
     with _planned_on(topology):
         for one in chosen:
             bare = one.shardings.without_results()
@@ -307,10 +318,12 @@ def _with_needed_marks(
                 continue
             took, whole = seconds(moved, machine), one.propagated_s - work_s
             if abs(took - whole) <= _SAME * whole:
+                if len(with_marks) < both:
+                    with_marks.append(one)
                 bytes_sent = sum(x.bytes for x in moved)
                 one = replace(one, shardings=bare, propagated_s=work_s + took, sent=bytes_sent)
             found.append(one)
-    return found
+    return [*found, *with_marks]
 
 
 def _moved(

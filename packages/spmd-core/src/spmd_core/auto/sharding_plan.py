@@ -99,7 +99,7 @@ class ShardingPlan:
             rows.append(
                 (
                     one.shardings.mesh_text,
-                    one.candidate.kind.value,
+                    one.candidate.kind.value + ", results marked" * one.shardings.marks_results,
                     _ms(solution.seconds),
                     _ms(one.propagated_s),
                     compiled,
