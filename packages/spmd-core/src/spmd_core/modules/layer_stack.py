@@ -37,6 +37,7 @@ ATTRIBUTE = "_runs_in_stack"
 _UNDO = "Call spmd.scan_model(model, undo=True) for a model that does this"
 
 
+# Guarded by: the context. Cleared by: the end of `one_by_one`.
 _one_by_one: ContextVar["dict[LayerStack, list[nn.Module]] | None"] = ContextVar(
     "one_by_one", default=None
 )
