@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     args = parser.parse_args()
 
 import resource
+import sysconfig
 import time
 
 from tqdm import tqdm
@@ -90,7 +91,7 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "seconds": None,
         "peak_bytes": made.peak_bytes,
         "fits": made.fits is not False,
-        "refusals": [text.replace(f"{Path.cwd()}/", "") for text in made.refusals],
+        "refusals": [_without_folders(text) for text in made.refusals],
         "plan_s": time.perf_counter() - start,
         "search_s": searching.seconds,
         "commit": commit(),
@@ -102,6 +103,13 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         figures["sent"] = made.step.costs.ici_bytes + made.step.costs.dcn_bytes
         figures["mfu_bound"] = made.step.costs.mfu_bound
     return figures
+
+
+def _without_folders(text: str) -> str:
+    """A text that names files of this repository, and of packages, without where these lie."""
+    for folder in (sysconfig.get_path("purelib"), str(Path.cwd())):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _run(name: str, size: str, strategy: str) -> dict[str, Any]:
@@ -217,7 +225,7 @@ def main() -> None:
             f"{len(known)} of {len(turns)} plans were made at commits "
             f"{', '.join(sorted({x['commit'] for x in known}))}, with up to "
             f"{max(x['load'][0] for x in known):.0f} processes that wanted to run on "
-            f"{os.cpu_count()} cores; the others earlier."
+            f"{os.cpu_count()} cores; of the others none was noted."
         )
     rows = [_row(name, of) for name, of in found.items()]
     title = f"Automatic shardings compiled for {args.topology}; times are modelled"
