@@ -213,12 +213,13 @@ def test_the_sample_of_the_readme_learns(
     sample = sample.replace("--devices 8 --mesh fsdp=2,tensor=4", "--device cpu")
     sample = sample.replace("--sequence-parallel --loss-parallel", f"--results {tmp_path}/results")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").symlink_to(root / "docs")
+    (tmp_path / "docs").mkdir()  # in place of this project's documents, which change
+    lines = (f"{i} times {j} is {i * j}" for i in range(100) for j in range(100))
+    (tmp_path / "docs/text.md").write_text("\n".join(lines))
     first, second = sample.replace("\\\n", " ").splitlines()
     for line in (f"{first} --device cpu", second):
         words = shlex.split(line)
         assert words[:3] == ["python", "-m", "examples.llama_tp.train"]
         assert main([*words[3:], "--cache-dir", str(base / "cache"), "--no-progress"]) == 0
     losses = json.loads((tmp_path / "results").read_text())["losses"]
-    # The text is that of these documents, so how much it learns in a few steps varies with them.
-    assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.05
+    assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.1

@@ -96,6 +96,14 @@ def test_candidates_run_until_they_are_far_slower(chosen_times, slower, turns):
     assert [x.measured_s for x in plan.tried[:2]] == [1.0, slower]
 
 
+def test_no_turn_begins_late(chosen_times, monkeypatch):
+    several()
+    monkeypatch.setattr(measure, "_MOST_S", -1)
+    calls = chosen_times(1.0, 1.01)
+    _, _, plan = searched(*words())
+    assert {*map(calls.count, set(calls))} == {4} and plan.tried[0].measured_s == 1.0
+
+
 def test_an_equal_search_does_not_measure_again(chosen_times):
     calls = chosen_times(1.0, 2.0)
     _, _, first = searched(*words())
