@@ -14,6 +14,7 @@ Run: python -m benchmarks.compile_depth
      python -m benchmarks.compile_depth --before ../before
 """
 
+import importlib
 import json
 import os
 import statistics
@@ -241,9 +242,8 @@ def judged(found: dict[str, Any], layers: tuple[int, ...]) -> dict[str, bool]:
 
 def _judged_choice(platform: str, loop: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
     """Whether `fold_layers = "auto"` chooses on a platform what is measured there."""
-    from spmd_core.program import folding  # here, as another checkout may not have it
-
-    chosen = folding.choice(platform)
+    # Here, as another checkout may not have it.
+    chosen = importlib.import_module("spmd_core.program.folding").choice(platform)
     peak = max(loop[n]["peak_bytes"] / plain[n]["peak_bytes"] for n in loop)
     text, is_better = f"{peak:.3f} of the peak memory", False  # without a step's time
     if platform == "cpu":

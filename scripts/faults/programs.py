@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "spmd_core/program/planning.py",
         "the cache's key lacks the donated inputs: it frees held buffers",
-        "return compile_cache.get(self.key, self",
-        "return compile_cache.get(self.key._replace(donated=()), self",
+        "return compile_cache.making(self.key, self",
+        "return compile_cache.making(self.key._replace(donated=()), self",
     ),
     Fault(
         "spmd_core/program/fold.py",
@@ -142,11 +142,10 @@ FAULTS = (
     Fault(
         "spmd_core/program/execution.py",
         "an interrupted cut loses the pending updates in place",
-        "            except BaseException:  # an interruption: everything stays pending\n"
-        "                _request(live)\n"
-        "                raise",
-        "            except BaseException:  # an interruption: everything stays pending\n"
-        "                raise",
+        "    except BaseException:  # an interruption: everything stays pending\n"
+        "        _request(live)\n"
+        "        raise",
+        "    except BaseException:  # an interruption: everything stays pending\n        raise",
     ),
     Fault(
         "spmd_core/program/execution.py",

@@ -189,7 +189,7 @@ def test_what_repeats_nothing_is_cut_at_a_bound(monkeypatch):
 @pytest.mark.filterwarnings("ignore:a step ends with")
 def test_a_failed_piece_loses_nothing(monkeypatch):
     monkeypatch.setattr(automatic_cut, "MIN_STATELESS", 128)
-    run, failures = execution._execute, []
+    run, failures = execution.execute, []
 
     def fails_once(live, **options):
         if len(failures) < 1 and counter("automatic_cuts") > 5:
@@ -197,7 +197,7 @@ def test_a_failed_piece_loses_nothing(monkeypatch):
             raise ProgramError("no memory for this piece")
         return run(live, **options)
 
-    monkeypatch.setattr(execution, "_execute", fails_once)
+    monkeypatch.setattr(execution, "execute", fails_once)
     expected = torch.linspace(0, 1, 5, dtype=torch.float64)
     state = expected.to("xla")
     spmd.sync()

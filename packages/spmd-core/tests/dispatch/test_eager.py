@@ -101,7 +101,7 @@ def test_an_error_shows_at_the_operation_and_leaves_the_mode_whole(eagerly, monk
         raise spmd.errors.ProgramError("the device failed")
 
     monkeypatch.setattr("spmd_core.program.compile_cache.cached", lambda key: None)
-    monkeypatch.setattr("spmd_core.program.compile_cache.get", fail)
+    monkeypatch.setattr("spmd_core.program.compile_cache.making", fail)
     with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         x + 1
     monkeypatch.undo()

@@ -110,18 +110,18 @@ def test_parts_of_a_draw_and_views_of_it():
 def test_an_interruption_between_them_loses_none(monkeypatch):
     draws = [lambda: torch.randn(5, device="xla")] * NUM
     expected = _alone(draws)
-    original, started = execution._execute, []
+    original, started = execution.execute, []
 
     def interrupted(live, **options):
         started.append(live)
         if len(started) == 4:
             raise KeyboardInterrupt
-        original(live, **options)
+        return original(live, **options)
 
     drawn = [draw() for draw in draws]
     other = torch.ones(3, device="xla") * 2
     with monkeypatch.context() as patched:
-        patched.setattr(execution, "_execute", interrupted)
+        patched.setattr(execution, "execute", interrupted)
         with pytest.raises(KeyboardInterrupt):
             spmd.sync()
     assert [x._handle.value.data is None for x in drawn] == [False] * 3 + [True] * (NUM - 3)
@@ -131,18 +131,18 @@ def test_an_interruption_between_them_loses_none(monkeypatch):
 
 
 def test_one_that_fails_leaves_the_others(monkeypatch):
-    original, failing = execution._execute, []
+    original, failing = execution.execute, []
 
     def fails(live, **options):
         if live == failing:
             raise spmd.errors.ProgramError("the device failed")
-        original(live, **options)
+        return original(live, **options)
 
     drawn = [torch.randn(5, device="xla") for _ in range(NUM)]
     other = torch.ones(3, device="xla") * 2
     failing.append(drawn[2]._handle)
     with monkeypatch.context() as patched:
-        patched.setattr(execution, "_execute", fails)
+        patched.setattr(execution, "execute", fails)
         with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
             spmd.sync()
     made = [x._handle.value.data is not None for x in (*drawn, other)]

@@ -90,11 +90,11 @@ def test_nothing_is_said_without_a_terminal(capfd, folder, monkeypatch):
 def test_a_failure_ends_the_line(terminal, folder, monkeypatch):
     monkeypatch.setattr(compile_progress, "QUIET_S", 0.0)
 
-    def fails(graph, name):
+    def fails(graph, name, **options):
         time.sleep(0.01)
         raise spmd.errors.ProgramError("no")
 
-    monkeypatch.setattr(compile_cache, "build", fails)
+    monkeypatch.setattr(compile_cache, "building", fails)
     with pytest.raises(spmd.errors.ProgramError, match="no"):
         compiled()
     assert terminal.getvalue().endswith("\r\033[K")

@@ -19,7 +19,7 @@ def broken(monkeypatch):
         on = True
         op = "aten::sin"
 
-    original = compile_cache.get
+    original = compile_cache.making
 
     def get(key, *args):
         names = {entry.name for entry in key.structure if not isinstance(entry, int)}
@@ -28,7 +28,7 @@ def broken(monkeypatch):
         return original(key, *args)
 
     monkeypatch.setattr(compile_cache, "cached", lambda key: None)
-    monkeypatch.setattr(compile_cache, "get", get)
+    monkeypatch.setattr(compile_cache, "making", get)
     return Broken
 
 
@@ -103,17 +103,17 @@ def test_an_interruption_while_groups_run_apart_loses_nothing(broken, monkeypatc
     spmd.sync()
     first.sin_()
     second.mul_(7)
-    original = execution._execute
+    original = execution.execute
 
     def execute(live, **options):
         if len(live) == 1 and live[0] is second._handle:
             raise KeyboardInterrupt
-        original(live, **options)
+        return original(live, **options)
 
-    monkeypatch.setattr(execution, "_execute", execute)
+    monkeypatch.setattr(execution, "execute", execute)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()
-    monkeypatch.setattr(execution, "_execute", original)
+    monkeypatch.setattr(execution, "execute", original)
     spmd.sync()
     assert second._handle.value.data is not None and second.tolist() == [7.0] * 3
 
@@ -177,16 +177,16 @@ def test_what_is_computed_from_a_buffer_that_a_failed_program_took_is_an_error()
 def test_an_interrupted_cut_loses_nothing(monkeypatch):
     w = torch.ones(4).to("xla")
     w.mul_(5)
-    original = compile_cache.get
+    original = compile_cache.making
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compile_cache, "cached", lambda key: None)
-    monkeypatch.setattr(compile_cache, "get", interrupt)
+    monkeypatch.setattr(compile_cache, "making", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()
-    monkeypatch.setattr(compile_cache, "get", original)
+    monkeypatch.setattr(compile_cache, "making", original)
     spmd.sync()
     assert w._handle.value.data is not None  # the sync computed it, not the read
     assert w.tolist() == [5.0] * 4

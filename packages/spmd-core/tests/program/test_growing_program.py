@@ -63,7 +63,7 @@ def test_sizes_with_a_divisor_in_common_do_not_speak_for_others():
 
 def test_what_fails_at_one_size_fails_at_no_other(monkeypatch):
     """Neither its program, nor its trace for another cut."""
-    trace, build = growing_program.jaxpr, compile_cache.build
+    trace, build = growing_program.jaxpr, compile_cache.building
 
     def fails(graph):
         return any(5 in leaf.spec.shape for leaf in graph.leaves)
@@ -72,18 +72,18 @@ def test_what_fails_at_one_size_fails_at_no_other(monkeypatch):
         assert not fails(graph), "this size cannot be traced"
         return trace(graph, name)
 
-    def built(graph, name):
+    def built(graph, name, **options):
         assert not fails(graph), "this size cannot be compiled"
-        return build(graph, name)
+        return build(graph, name, **options)
 
     monkeypatch.setattr(growing_program, "jaxpr", traced)
-    monkeypatch.setattr(compile_cache, "build", built)
+    monkeypatch.setattr(compile_cache, "building", built)
     wrong = torch.ones(5, 3).to("xla") * 2
     with pytest.raises(AssertionError, match="cannot be compiled"):
         wrong.cpu()
     for n in (6, 7, 8):
         assert (torch.ones(n, 3).to("xla") * 2).cpu().sum() == 6 * n
-    monkeypatch.setattr(compile_cache, "build", build)
+    monkeypatch.setattr(compile_cache, "building", build)
     assert wrong.cpu().sum() == 30
     for n in (4, 5, 6):  # a sample that cannot be traced any more
         assert (torch.ones(n, 3).to("xla") * 3 + 1).cpu().sum() == 12 * n

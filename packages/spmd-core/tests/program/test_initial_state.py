@@ -515,14 +515,14 @@ def test_rolled_back_and_tried_again(monkeypatch):
     w = torch.ones(8).to("xla").requires_grad_()
     spmd.sync()
     failing = {"is_on": True}
-    build = compile_cache.build
+    build = compile_cache.building
 
     def fails(*args, **kwargs):
         if failing["is_on"]:
             raise DeviceMemoryError("too large")
         return build(*args, **kwargs)
 
-    monkeypatch.setattr(compile_cache, "build", fails)
+    monkeypatch.setattr(compile_cache, "building", fails)
     compile_cache.clear()
     for attempt in range(2):
         optimizer = torch.optim.AdamW([w], lr=0.5)

@@ -91,7 +91,7 @@ def test_compiling_and_starting(mesh_1d, part):
     w = recorded(next(sizes), mesh_1d)
     with Stages(last=InFlight.add.__code__) as stages:
         spmd.sync()
-    assert {"plan", "get", "compile_lowered", "run"} <= {code.co_name for code in stages.codes}
+    assert {"plan", "making", "compile_lowered", "run"} <= {code.co_name for code in stages.codes}
     chosen, num_interrupted = [*stages.codes][part :: len(PARTS)], 0
     for stage in chosen:
         size = next(sizes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core.program import execution
+from spmd_core.program import execution, one_program
 from spmd_core.runtime import interrupts
 
 
@@ -179,9 +179,9 @@ def test_an_interrupted_cut_loses_nothing(monkeypatch, first):
     pressing, _ = whole(
         "if len(done) == first:\n    press(2)\ndone.append(1)\ncommit(*args)",
         first=first,
-        commit=execution._commit,
+        commit=one_program._commit,
     )
-    monkeypatch.setattr(execution, "_commit", pressing)
+    monkeypatch.setattr(one_program, "_commit", pressing)
     interrupted(spmd.sync)
     assert [weight.tolist() for weight in weights] == [[2, 2, 2]] * 4
 
@@ -190,9 +190,9 @@ def test_an_interruption_while_lowering_leaves_everything_pending(monkeypatch):
     w = torch.full((7, 5), 2.0, device="xla")
     spmd.sync()
     w.mul_(3)
-    execute = execution._execute
+    execute = execution.execute
     pressing, done = whole("press(2)\nexecute(*args)\ndone.append('not reached')", execute=execute)
-    monkeypatch.setattr(execution, "_execute", lambda live, **_: pressing(live))
+    monkeypatch.setattr(execution, "execute", lambda live, **_: pressing(live))
     interrupted(spmd.sync)
     monkeypatch.undo()
     assert done == [] and w._handle.value.data is None

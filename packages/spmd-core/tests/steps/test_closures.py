@@ -179,7 +179,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     closures.add_step_closure(seen.append, args=("failed",))
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "cached", lambda key: None)
-        patch.setattr(compile_cache, "get", fail(spmd.errors.ProgramError("no")))
+        patch.setattr(compile_cache, "making", fail(spmd.errors.ProgramError("no")))
         with pytest.raises(spmd.errors.ProgramError, match="no"):
             spmd.sync()
     spmd.sync()
@@ -190,7 +190,7 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     closures.add_step_closure(seen.append, args=(2,))
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "cached", lambda key: None)
-        patch.setattr(compile_cache, "get", fail(KeyboardInterrupt()))
+        patch.setattr(compile_cache, "making", fail(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             spmd.sync()
     spmd.sync()

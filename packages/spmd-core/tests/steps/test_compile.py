@@ -114,7 +114,7 @@ def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monke
 
     compile_cache.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache, "get", fail)
+        patch.setattr(compile_cache, "making", fail)
         with pytest.raises(spmd.errors.ProgramError, match="the compiler failed"):
             double(torch.ones(5).to("xla"))
     spmd.roll_back()

@@ -9,8 +9,10 @@ A cut computes what its thread recorded, what threads that have ended left, and 
 need of others, whose storages it computes, too. A buffer that another thread's pending graph reads
 is not donated (`program.planning`). Errors of programs and of indices are raised in the thread that
 started the program, and in those that read its results. The lock is held while an operation is
-recorded, and from the plan of a cut to the start of its program, with its compilation: threads
-share compiled programs, and wait for each other's compilations.
+recorded, and from the plan of a cut to the start of its program. While XLA compiles the program,
+other threads record, run theirs and compile: the cut is planned once more after it
+(`program.absent_programs`). Threads share compiled programs, and wait for each other's compilation
+of the same one.
 """
 
 import threading
@@ -24,6 +26,16 @@ import torch
 # Recording and cutting exclude each other: a cut must not see half of an operation. Reentrant, as a
 # host read inside an operation cuts.
 lock = threading.RLock()
+_condition = threading.Condition(lock)
+
+
+def is_held() -> bool:
+    """Whether this thread holds the lock."""
+    try:
+        _condition.notify(0)  # nobody waits; it raises in a thread without the lock
+    except RuntimeError:
+        return False
+    return True
 
 
 class Recorder:

@@ -18,8 +18,8 @@ _FEWEST = 8
 _MOST_OPERATIONS = 12
 
 
-def alike_draws(live: Sequence[Storage]) -> Iterator[Storage]:
-    """The pending storages to compute by programs of their own, those that are alike in a row.
+def alike_draws(live: Sequence[Storage]) -> Iterator[list[Storage]]:
+    """The pending storages to compute by programs of their own, each list by one.
 
     Each is a chain of operations that begins without an input, draws random numbers, and has one
     operand at most in each operation. What other pending operations read, such as the noise of a
@@ -39,7 +39,7 @@ def alike_draws(live: Sequence[Storage]) -> Iterator[Storage]:
     for storages in groups:
         free = [storage for storage in storages if storage.value not in read]
         if len(free) >= _FEWEST:
-            yield from free
+            yield free
 
 
 def _chain(value: Value) -> list[Hashable]:

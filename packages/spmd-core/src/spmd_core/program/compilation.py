@@ -1,11 +1,12 @@
 """Lowers and compiles a recorded graph, again with more of it replicated if XLA fails."""
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -22,9 +23,17 @@ from spmd_core.program.target import Replicated, Target
 from spmd_core.runtime import abstract, compile_turns, devices, disk_cache, interrupts
 from spmd_core.runtime.jax_sharding import replicated
 
+# Yields what is to be compiled, gets its program, or jax's error, and returns the program.
+Making: TypeAlias = Generator[Lowered, Program, Program]
+
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
 _PASSES_WITHOUT_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
 _PASS_THAT_CONVERTS_STACKS = "bfloat16-propagation"
+_METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
+# The flag as it was, followed by an element for each compilation that needs it.
+# Guarded by: its own lock. Cleared by: the end of each compilation.
+_with_metadata: list[bool] = []
+_metadata_lock = threading.Lock()
 _COSTS = {
     Replicated.INDICES: "may move more bytes. Mark a table and what is looked up in it so that "
     "both split their last dim over the same axes.",
@@ -33,8 +42,12 @@ _COSTS = {
 }
 
 
-def compile_lowered(lowered: Lowered) -> Program:
-    """Compiles ahead of time.
+def compile_lowered(lowered: Lowered, record: counters.ProgramRecord | None = None) -> Program:
+    """Compiles ahead of time. The graph lock need not be held.
+
+    Args:
+        lowered: what is compiled.
+        record: what is to be filled in, made by the user's thread; None: made here.
 
     Raises:
         JaxRuntimeError: XLA refuses the program, for instance because it does not fit.
@@ -52,7 +65,7 @@ def compile_lowered(lowered: Lowered) -> Program:
         if turn is not None:
             disk_cache.store(turn, compiled, lowered.stage.as_text)
     compile_s = time.perf_counter() - start
-    record = new_record(lowered.graph, lowered.name)
+    record = record or new_record(lowered.graph, lowered.name)
     record.trace_s, record.compile_s = lowered.trace_s, compile_s
     record.loops, record.unfolded = lowered.loops, lowered.unfolded
     _analyse(compiled, record)
@@ -88,24 +101,37 @@ def build(
         DeviceMemoryError: the program does not fit the device's memory.
         ProgramError: the program cannot be compiled for another reason.
     """
-    making = building(graph, name, names=names)
-    try:
-        lowered = next(making)
-        while True:
-            try:
-                program = compiler(lowered)
-            except jax.errors.JaxRuntimeError as error:
-                lowered = making.throw(error)
-            else:
-                lowered = making.send(program)
-    except StopIteration as end:
-        built: Program = end.value
-        return built
+    return completed(building(graph, name, names=names), compiler)
+
+
+def completed(
+    making: Making, compiler: Callable[[Lowered], Program], lowered: Lowered | None = None
+) -> Program:
+    """The program that `building` makes with this compiler, which raises jax's errors.
+
+    Args:
+        making: makes the program.
+        compiler: compiles a lowered program; it raises jax's errors.
+        lowered: what `making` has yielded, if it was begun.
+    """
+    with closing(making):
+        try:
+            lowered = lowered or next(making)
+            while True:
+                try:
+                    program = compiler(lowered)
+                except jax.errors.JaxRuntimeError as error:
+                    lowered = making.throw(error)
+                else:
+                    lowered = making.send(program)
+        except StopIteration as end:
+            built: Program = end.value
+            return built
 
 
 def building(
     graph: RecordedGraph, name: str, *, names: Callable[[], Mapping[Storage, str]]
-) -> Generator[Lowered, Program, Program]:
+) -> Making:
     """As `build`, for callers that compile by themselves, such as several programs at a time.
 
     Args:
@@ -239,15 +265,21 @@ def _metadata_in_disk_cache_key(graph: RecordedGraph) -> Iterator[None]:
     """Inside, the key of jax's disk cache has names and source lines, if the graph has origins.
 
     By default jax leaves metadata out of its key, so a program with origins could be loaded with
-    the names and lines of another program.
+    the names and lines of another program. The flag is that of all threads: it stays on until the
+    last compilation that needs it has ended.
     """
-    flag = "jax_compilation_cache_include_metadata_in_key"
-    before = jax.config.values[flag]
-    if before or all(node.origin is None for node in graph.nodes):
+    if all(node.origin is None for node in graph.nodes):
         yield
         return
-    jax.config.update(flag, True)
+    with _metadata_lock:
+        if not _with_metadata:
+            _with_metadata.append(jax.config.values[_METADATA_IN_KEY])
+            jax.config.update(_METADATA_IN_KEY, True)
+        _with_metadata.append(True)
     try:
         yield
     finally:
-        jax.config.update(flag, before)
+        with _metadata_lock:
+            _with_metadata.pop()
+            if len(_with_metadata) == 1:
+                jax.config.update(_METADATA_IN_KEY, _with_metadata.pop())

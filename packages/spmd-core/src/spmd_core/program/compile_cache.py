@@ -16,8 +16,8 @@ from spmd_core.config import CompilerOption, config
 from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.program import compile_progress
-from spmd_core.program.compilation import build
+from spmd_core.program import compile_progress, tensor_names
+from spmd_core.program.compilation import Making, building, compile_lowered, completed
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import devices
@@ -102,17 +102,23 @@ def has(key: Key) -> bool:
 
 
 def get(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Program:
-    """The key's program; on a miss it is built from the graph, under this name.
-
-    Beyond `config.max_programs`, the least recently used program is dropped.
-    """
+    """The key's program; on a miss it is built from the graph, under this name."""
     program = cached(key)
     if program is not None:
         return program
+    return completed(making(key, make_graph, name), compile_lowered)
+
+
+def making(key: Key, make_graph: Callable[[], RecordedGraph], name: str) -> Making:
+    """Makes a program that is not in the cache, as `compilation.building` does, and puts it there.
+
+    Beyond `config.max_programs`, the least recently used program is dropped.
+    """
     _make_room()
     graph = make_graph()
     with compile_progress.shown(name, len(graph.nodes), len(graph.device_ids)):
-        program = _programs[key] = build(graph, name)
+        program = yield from building(graph, name, names=tensor_names.names)
+    _programs[key] = program
     _drop(len(_programs) - config.max_programs)
     history.append(compiled := Compiled(key, program.graph, program.record))
     for observe in observers:

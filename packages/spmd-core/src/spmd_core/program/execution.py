@@ -14,35 +14,26 @@ from spmd_core.errors import ProcessError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
-from spmd_core.graph.stacks import StackStorage
 from spmd_core.graph.storage import Storage, take_pending
 from spmd_core.graph.values import Value
 from spmd_core.program import (
+    absent_programs,
     automatic,
-    compile_cache,
-    fingerprint,
     growing_sizes,
     index_checks,
-    initial_state,
-    planned_program,
-    stacked_state,
-    start,
-    verification,
 )
+from spmd_core.program.absent_programs import AbsentProgram, Ready
 from spmd_core.program.alike_draws import alike_draws
 from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.leaves import (
     array_of,
     convert,
     device_placement,
-    marked_placement,
     move,
     refuse_local,
 )
-from spmd_core.program.lost import refuse_lost
-from spmd_core.program.planned_program import PlannedProgram
-from spmd_core.program.planning import CutPlan, collect, plan
-from spmd_core.program.program import Program
+from spmd_core.program.one_program import execute
+from spmd_core.program.planning import collect
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.program.refused_reads import refuse_inside, refuse_stand_in
 from spmd_core.runtime import abstract, buffers, in_flight, interrupts
@@ -84,34 +75,78 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         this_thread.in_place_of_cut(wanted)
         return
     interrupts.protect()
+    # Not where the thread is inside of an operation, which others must not see half done.
+    compiles_apart = abstract.run() is None and automatic.search is None and not recorders.is_held()
+    ready: Ready | None = {} if compiles_apart else None
     with lock, counters.timed(counters.Activity.PLANNING):
-        live = take_pending()
-        try:
-            if live and this_thread.cut_guard is not None:
-                this_thread.cut_guard.before_cut()
-            now = automatic.ready(live, wanted)
-        except BaseException:
-            _request(live)
-            raise
-        live = now
-        if live:
-            _count_cut()
+        absent = _start(wanted, ready)
+        while absent and ready is not None:
             try:
-                if this_thread.cut_guard is None:  # a region of `steps.compile` has one program
-                    for storage in alike_draws(live):
-                        _execute([storage], donates=False, grows=False)
-                _execute(_missing(live))
-            except ProcessError:  # nothing was started, and smaller programs would not help
-                _request(live)
-                raise
-            except Exception as error:
-                _execute_apart(_missing(live), error, wanted)
-            except BaseException:  # an interruption: everything stays pending
-                _request(live)
-                raise
+                ready |= absent_programs.compile_all(absent)
+            except BaseException as error:
+                for one in absent:
+                    growing_sizes.forget(one.planned.key)
+                if isinstance(error, Exception) and not isinstance(error, ProcessError):
+                    _execute_apart(take_pending(), error, wanted)
+                    break
+                raise  # everything is pending
+            absent = _start(wanted, ready, is_first=False)
     if wait:
         in_flight.programs.wait_all()
         index_checks.raise_if_found()
+
+
+def _start(
+    wanted: Storage | None, ready: Ready | None, *, is_first: bool = True
+) -> list[AbsentProgram]:
+    """Starts the programs of a cut.
+
+    Args:
+        wanted: see `cut`.
+        ready: programs that were compiled for this cut; None: what is missing is compiled at once.
+        is_first: whether nothing was compiled for this cut yet.
+
+    Returns:
+        The programs that are to be compiled first. If there are any, what is not computed by now is
+        pending as before.
+    """
+    live = take_pending()
+    guard = this_thread.cut_guard
+    try:
+        if live and guard is not None:
+            guard.before_cut()
+        now = automatic.ready(live, wanted)
+    except BaseException:
+        _request(live)
+        raise
+    live = now
+    if not live:
+        return []
+    if is_first:
+        _count_cut()
+    absent: list[AbsentProgram] = []
+    try:
+        # A region of `steps.compile` has one program.
+        for group in () if guard is not None else alike_draws(live):
+            for storage in group:
+                one = execute([storage], donates=False, grows=False, ready=ready)
+                if one is not None:  # and so do the others of the group
+                    absent.append(one)
+                    break
+        if not absent:
+            one = execute(_missing(live), ready=ready)
+            absent = [] if one is None else [one]
+    except ProcessError:  # nothing was started, and smaller programs would not help
+        _request(live)
+        raise
+    except Exception as error:
+        _execute_apart(_missing(live), error, wanted)
+    except BaseException:  # an interruption: everything stays pending
+        _request(live)
+        raise
+    if absent:
+        _request(_missing(live))
+    return absent
 
 
 def compute_apart(storages: list[Storage]) -> None:
@@ -122,9 +157,10 @@ def compute_apart(storages: list[Storage]) -> None:
     Raises:
         DeviceMemoryError, ProgramError: a program could not be compiled or run.
     """
-    for storage in alike_draws(storages):
-        _execute([storage], donates=False, grows=False)
-    _execute(_missing(storages), donates=False, grows=False)
+    for group in alike_draws(storages):
+        for storage in group:
+            execute([storage], donates=False, grows=False)
+    execute(_missing(storages), donates=False, grows=False)
 
 
 def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
@@ -175,7 +211,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             counters.count("automatic_cuts")
             with counters.timed(counters.Activity.PLANNING):
                 # A later repetition may read the same leaves.
-                _execute(
+                execute(
                     sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]),
                     donates=False,
                 )
@@ -214,117 +250,6 @@ def _missing(live: list[Storage]) -> list[Storage]:
     return [storage for storage in live if storage.value.data is None]
 
 
-def _execute(live: list[Storage], *, donates: bool = True, grows: bool = True) -> None:
-    """Starts the program that computes these storages, if any, and stores its results.
-
-    Args:
-        live: the storages.
-        donates: whether no other pending operation reads the same leaves, so that this program may
-            take over their buffers.
-        grows: whether its sizes may be some of many that share a program.
-    """
-    if not live:
-        return
-    guard = this_thread.cut_guard
-    planned = plan(
-        live,
-        label=_program_label(),
-        donates=donates,
-        call=None if guard is None else guard.call(),
-    )
-    live = planned.live
-    leaves, targets, numbers = planned.leaves, planned.targets, planned.numbers
-    read = [*leaves, *planned.state.sources, *planned.stacked.sources]
-    for leaf in read:
-        refuse_stand_in(leaf)
-        refuse_lost(leaf)
-    if this_thread.cut_guard is not None:
-        this_thread.cut_guard.before_program(planned.key)
-    floats, ints, complexes = start.by_kind(numbers)
-    program: Program | PlannedProgram | None
-    if abstract.run() is not None:
-        program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
-    else:
-        program = compile_cache.cached(planned.key)
-    key, bounded = planned.key, None
-    try:
-        if program is None:
-            bounded = _bounded(planned) if grows else None
-            if bounded is not None:
-                key, targets = bounded.key, bounded.targets
-                ints.append(bounded.number)
-                program = compile_cache.cached(key)
-        if abstract.run() is None and config.compare_processes_every_s is not None:
-            fingerprint.note(key, program, (floats, ints, complexes))
-        if program is None:
-            program = planned.program() if bounded is None else bounded.program(planned.name)
-    except BaseException:
-        growing_sizes.forget(planned.key)
-        raise
-    if this_thread.cut_guard is not None:
-        this_thread.cut_guard.after_program(planned.key)
-    if planned.stacked.new:
-        stacked_state.make(planned.stacked, dict(zip(leaves, targets)))
-    if planned.state.inputs:
-        initial_state.make(planned.state, leaves, targets, program.graph, program.record)
-    arrays = [
-        leaf.data if leaf.placement is target else convert(leaf, target)
-        for leaf, target in zip(leaves, targets)
-    ]
-    lines = [planned.line(check.position) for check in program.index_checks]
-    results = start.start(program, read, arrays, (floats, ints, complexes), lines)
-    checked = index_checks.stamp()
-    is_verified = config.verify_programs and len(planned.key.device_ids) > 1
-    if is_verified and isinstance(program, Program):
-        verification.verify(program, (floats, ints, complexes), arrays, results)
-    donated = planned.key.donated
-    if donated:
-        counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
-    for storage, array, placement in zip(live, results, program.out_placements):
-        if isinstance(storage, StackStorage):
-            stacked_state.settle(storage, array, placement, checked)
-        else:
-            storage.value.settle(array, placement, None)
-            _commit(storage, storage.value)
-    for storage, leaf in planned.state.held.items():
-        _commit(storage, leaf)
-    if checked is not None:
-        for storage in (*live, *planned.state.held):
-            storage.value.checked = checked
-    if guard is not None and guard.after_start is not None and isinstance(program, Program):
-        guard.after_start(planned, program)
-
-
-def _program_label() -> str:
-    """The prefix of the names of programs."""
-    return "spmd" if this_thread.cut_guard is None else this_thread.cut_guard.label
-
-
-def _bounded(planned: CutPlan) -> growing_sizes.Bounded | None:
-    """The program for growing sizes that computes a cut; None if it needs its own program."""
-    if (
-        this_thread.cut_guard is not None
-        or not config.bound_growing_sizes
-        or config.verify_programs
-        or planned.rewrite is not None
-    ):
-        return None
-    return growing_sizes.find_program(planned.key, planned.graph)
-
-
-def _commit(storage: Storage, value: Value) -> None:
-    """Makes a leaf the storage's computed value, resharded if the mark has other devices."""
-    sharding = storage.sharding
-    placement = value.placement
-    if (
-        sharding is not None
-        and placement.manual is None
-        and placement.with_room(None) is not marked_placement(sharding)
-    ):
-        move(value, marked_placement(sharding))
-    storage.write(value)
-
-
 def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None) -> None:
     """After the common program of these storages failed, runs one program for each group.
 
@@ -343,7 +268,7 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
     try:
         for group in groups:
             try:
-                _execute(group, donates=False)  # the others may read the same leaves
+                execute(group, donates=False)  # the others may read the same leaves
             except Exception as again:
                 for storage in group:
                     storage.fail()
@@ -385,8 +310,14 @@ def materialize(storage: Storage) -> Value:
     """The storage's value, computed by a cut if it is pending."""
     refuse_inside()
     with lock:
-        if storage.value.data is None:
+        is_pending = storage.value.data is None
+        if is_pending:
             storage.request()
+    if is_pending:
+        cut(wanted=storage)
+    with lock:
+        if storage.value.data is None and this_thread.in_place_of_cut is None:
+            storage.request()  # another thread has written to it meanwhile
             cut(wanted=storage)
         refuse_stand_in(storage.value)
         return storage.value

@@ -1,7 +1,7 @@
 """Starts a compiled program on leaves and scalar inputs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from spmd_core import counters
 from spmd_core.graph.values import Value
@@ -10,8 +10,11 @@ from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.program.program import Program
 from spmd_core.runtime import interrupts
 
+# A program's floats, its ints and bools, and its complex numbers.
+Numbers: TypeAlias = tuple[list[float], list[int], list[complex]]
 
-def by_kind(numbers: Sequence[Any]) -> tuple[list[float], list[int], list[complex]]:
+
+def by_kind(numbers: Sequence[Any]) -> Numbers:
     """A program's numbers: its floats, its ints and bools, and its complex numbers."""
     return (
         [x for x in numbers if x.__class__ is float],
@@ -24,7 +27,7 @@ def start(
     program: Program | PlannedProgram,
     read: Sequence[Value],
     arrays: list[Any],
-    numbers: tuple[list[float], list[int], list[complex]],
+    numbers: Numbers,
     lines: Sequence[str],
 ) -> list[Any]:
     """Starts a program and returns its results, without waiting; call it under `lock`.
