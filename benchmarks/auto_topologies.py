@@ -7,7 +7,8 @@ collectives, as if nothing overlapped them) and the peak memory of a device. Not
 
     python -m benchmarks.auto_topologies --topology v4-16 gpt2:124M llama:1B
 
-Each plan runs in a process of its own. Finished plans are kept in `--cache`.
+Each plan runs in a process of its own. Finished plans are kept in `--cache`. Seconds are those of
+the wall, and in brackets of all CPU cores, for machines that do other work meanwhile.
 """
 
 import json
@@ -40,8 +41,8 @@ from tqdm import tqdm
 import spmd_core as spmd
 from benchmarks.auto_models import MODELS, mesh_of
 from benchmarks.environment import commit
-from spmd_core.auto.decide import program_seconds
 from spmd_core.auto.machine import Machine
+from spmd_core.auto.tried import program_seconds
 from spmd_core.planner.topology import find_topology
 
 STRATEGIES = ("data", "fsdp", "fsdp_tensor")
@@ -50,23 +51,30 @@ LEAST_RATIO = 0.96
 
 
 class _Searching(logging.Handler):
-    """Takes the time from the first search to its first compilation, by what the search says."""
+    """Takes the time from the first search to its first compilation, by what the search says.
+
+    Attributes:
+        seconds: by the wall; None without a search.
+        cpu_s: of this process, which others on the machine lengthen less.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.seconds: float | None = None
-        self._start_s: float | None = None
+        self.cpu_s: float | None = None
+        self._start: tuple[float, float] | None = None
         log = logging.getLogger("spmd_core.auto")
         log.setLevel(logging.INFO)
         log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
-        if said.startswith("searching shardings") and self._start_s is None:
-            self._start_s = time.perf_counter()
+        if said.startswith("searching shardings") and self._start is None:
+            self._start = time.perf_counter(), time.process_time()
         elif said.startswith("compiling candidate 1") and self.seconds is None:
-            assert self._start_s is not None
-            self.seconds = time.perf_counter() - self._start_s
+            assert self._start is not None
+            self.seconds = time.perf_counter() - self._start[0]
+            self.cpu_s = time.process_time() - self._start[1]
 
 
 def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
             spmd.sync()
 
     searching = _Searching()
-    start = time.perf_counter()
+    start, cpu_start_s = time.perf_counter(), _cpu_s()
     made = spmd.plan(train, topology=found, auto=strategy == AUTO)
     figures: dict[str, Any] = {
         "seconds": None,
@@ -93,7 +101,9 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         "fits": made.fits is not False,
         "refusals": [_without_folders(text) for text in made.refusals],
         "plan_s": time.perf_counter() - start,
+        "plan_cpu_s": _cpu_s() - cpu_start_s,
         "search_s": searching.seconds,
+        "search_cpu_s": searching.cpu_s,
         "commit": commit(),
         "load": os.getloadavg(),
         "shardings": [found.text for found in made.shardings],
@@ -103,6 +113,12 @@ def planned(name: str, size: str, strategy: str, topology: str) -> dict[str, Any
         figures["sent"] = made.step.costs.ici_bytes + made.step.costs.dcn_bytes
         figures["mfu_bound"] = made.step.costs.mfu_bound
     return figures
+
+
+def _cpu_s() -> float:
+    """The CPU seconds of this process so far, and of those that it has begun and that ended."""
+    used = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
 
 
 def _without_folders(text: str) -> str:
@@ -182,10 +198,18 @@ def _row(name: str, of: dict[str, dict[str, Any]]) -> list[str]:
         f"{fitting[best]['seconds'] / auto['seconds']:.2f}",
         f"{auto['peak_bytes'] / 1e9:,.2f} GB",
         f"{fitting[best]['peak_bytes'] / 1e9:,.2f} GB",
-        "-" if auto.get("search_s") is None else f"{auto['search_s']:,.0f} s",
-        f"{auto['plan_s']:,.0f} s",
+        _times(auto, "search"),
+        _times(auto, "plan"),
         "-" if auto.get("host_bytes") is None else f"{auto['host_bytes'] / 1e9:,.1f} GB",
     ]
+
+
+def _times(of: dict[str, Any], what: str) -> str:
+    """The seconds by the wall, and of the CPU where they were noted."""
+    wall, cpu = of.get(f"{what}_s"), of.get(f"{what}_cpu_s")
+    if wall is None:
+        return "-"
+    return f"{wall:,.0f} s" if cpu is None else f"{wall:,.0f} s ({cpu:,.0f})"
 
 
 def main() -> None:
@@ -216,8 +240,8 @@ def main() -> None:
         + (f"; not {', '.join(lost)}." if lost else "."),
     ]
     columns = (
-        "model", "step, modelled", "best manual", "rate", "peak", "its peak", "search",
-        "whole plan", "host memory",
+        "model", "step, modelled", "best manual", "rate", "peak", "its peak", "search (CPU)",
+        "whole plan (CPU)", "host memory",
     )  # fmt: skip
     known = [x for of in found.values() for x in of.values() if "commit" in x]
     if known:

@@ -137,10 +137,22 @@ def chosen(
     *,
     batch: int = 16,
     depth: int = 2,
+    is_recomputed: bool = False,
+    **options: object,
 ) -> Any:
-    """`read(recorded, groups, shardings)` of the best choice of a kind for tied blocks."""
+    """`read(recorded, groups, shardings)` of the best choice of a kind for tied blocks.
+
+    Args:
+        kind, mesh: what is chosen.
+        read: its result is returned.
+        batch, depth: as for `words`.
+        is_recomputed: whether blocks compute again in the backward.
+        **options: of the optimizer.
+    """
     model, example = words(vocabulary=512, width=256, inner=1024, depth=depth, batch=batch)
-    own = training(model.to("xla"))
+    for block in model.blocks if is_recomputed else ():
+        spmd.checkpoint_module(block)
+    own = training(model.to("xla"), **options)
     inputs = [x.to("xla") for x in example]
 
     def found(recorded: RecordedStep) -> Any:

@@ -139,23 +139,6 @@ def test_what_is_read(body, expected):
         assert list(reader.read()) == expected
 
 
-@pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
-def test_layers_in_a_loop_move_what_they_move_one_after_another(monkeypatch):
-    def read(recorded, groups, found):
-        machine = Machine.of(present().devices)
-        flat = decide._moved(recorded.graph, found, "flat", machine)
-        monkeypatch.setattr(decide, "_has_loops", lambda recorded: True)
-        folded = decide._to_propagate(marked(recorded.graph, found))
-        assert any(op.bodies for op in folded.ops)
-        return flat, decide._moved(recorded.graph, found, "folded", machine)
-
-    flat, folded = chosen(Kind.DATA, spmd.Mesh(range(8), (8,)), read, batch=128, depth=6)
-    assert sum(x.times for x in flat) > 2 * 6
-    assert [(x.kind, x.times, x.bytes) for x in folded] == [
-        (x.kind, x.times, pytest.approx(x.bytes)) for x in flat
-    ]
-
-
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_which_layers_are_a_loop(is_recomputed, monkeypatch):
     model, example = words()

@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.arguments import checked, require_int, require_kind
 from spmd_core.auto.costs import CostModel
-from spmd_core.auto.decide import Progress, Tried
 from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
@@ -19,6 +18,7 @@ from spmd_core.auto.recorded_step import RecordedStep, record
 from spmd_core.auto.searches import searched
 from spmd_core.auto.sharding_plan import Row, ShardingPlan, mark_result
 from spmd_core.auto.step_graph import StepGraph
+from spmd_core.auto.tried import Progress, Tried
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from spmd_core.auto.axis_names import axis_names
@@ -13,18 +13,18 @@ from spmd_core.auto.candidates import Candidate, Kind, candidates
 from spmd_core.auto.compiled import compiled
 from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
+from spmd_core.auto.looped_step import looped
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, shardings
 from spmd_core.auto.propagated import MLIRError, Moved, propagated, seconds
 from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import sent
+from spmd_core.auto.tried import Progress, Tried, best_of, program_seconds
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
-from spmd_core.planner.planned import ProgramPlan
 from spmd_core.planner.topology import Topology
 from spmd_core.program import ir
 from spmd_core.program.lower import lower
-from spmd_core.program.passes.folded_layers import with_loops
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Target
@@ -35,13 +35,13 @@ from spmd_core.source_lines import Phase
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
 # Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
-# operations and inputs in all, as lowering and propagation take about a millisecond for each.
-_MOST_PROPAGATED, _MOST_OPERATIONS = 10, 20_000
+# operations and inputs in all, as lowering and propagation take about a millisecond for each. Of a
+# program with loops, whose operations are fewer than those that were recorded: so many.
+_MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 6
 # In a longer program for TPUs, whose layers compute again in the backward, equal layers are
-# propagated as one loop, whose collectives count for each: of GPT-2 1.5B they are the same as
-# without, in half of the time. Otherwise forward and backward share what they gather, which loops
-# do not.
-_MOST_UNFOLDED = 5_000
+# propagated and compiled as loops, which move the same in a small part of the time. Otherwise
+# forward and backward share what they gather, which loops do not.
+_MOST_UNFOLDED = 2_500
 # Collectives whose times differ by so much, relatively, are the same.
 _SAME = 0.01
 # So many candidates are measured with and without marks of results, where propagation is the same.
@@ -51,63 +51,6 @@ _BOTH_FORMS = 2
 _WORTH = 1.25
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate, and what its compiled program takes on one device.
-
-    Attributes:
-        candidate: the candidate.
-        shardings: its shardings.
-        program: what the compiler says; None if it was not compiled, or does not fit.
-        seconds: the modelled time of the compiled program; None without one.
-        propagated_s: the modelled time with the collectives that Shardy's propagation inserts; None
-            if it did not run, or Shardy refused the program.
-        sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
-        refusal: the compiler's words for a program that does not fit.
-        measured_s: the seconds that the program took on the devices; None if it did not run.
-    """
-
-    candidate: Candidate
-    shardings: Shardings
-    program: ProgramPlan | None = None
-    seconds: float | None = None
-    propagated_s: float | None = None
-    sent: float = 0.0
-    refusal: str = ""
-    measured_s: float | None = None
-
-
-@dataclass
-class Progress:
-    """What a search has so far, for one that is interrupted.
-
-    Attributes:
-        made: the candidates, the best one by the model first.
-        tried: those that were compiled.
-        programs: their programs, if the devices are here and this was made with a dict; else None.
-    """
-
-    made: list[Tried] = field(default_factory=list)
-    tried: list[Tried] = field(default_factory=list)
-    programs: dict[Shardings, Program] | None = None
-
-    def best_first(self, *, memory: int | None, objective: str) -> list[Tried]:
-        """As `decide` returns: the best that was compiled and fits, else the best by the model.
-
-        Args:
-            memory, objective: as for `decide`.
-
-        Returns:
-            The candidates, the best one first; nothing if there is none yet that may fit.
-        """
-        best = _best(self.tried, memory, objective)
-        compiled = {x.shardings for x in self.tried}
-        left = [x for x in self.made if x.shardings not in compiled]
-        if best is None:
-            return [*left, *self.tried] if left else []
-        return [best, *(x for x in self.tried if x is not best), *left]
 
 
 def decide(
@@ -166,8 +109,11 @@ def decide(
         both = _BOTH_FORMS if objective == "measured" else 0
         chosen = _with_needed_marks(groups, chosen, topology, machine, both=both)
         progress.made = made = [*chosen, *left]
-        _compile(groups, chosen, topology, machine, names, report, progress)
-        best = _best(tried, memory, objective)
+        compile_all = functools.partial(
+            _compile, groups, topology, machine, names, report, progress
+        )
+        compile_all(chosen)
+        best = _best_whole(tried, memory, objective, compile_all)
         if best is not None:
             others = sorted(
                 (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
@@ -199,22 +145,6 @@ def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
     for n in candidate.mesh_shape:
         size *= n
     return Mesh(range(size), candidate.mesh_shape, axis_names(groups, candidate))
-
-
-def _best(tried: Sequence[Tried], memory: int | None, objective: str) -> Tried | None:
-    """The best of those that were compiled and fit; None if none does."""
-    fitting = [
-        x
-        for x in tried
-        if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
-    ]
-    return min(fitting, key=lambda x: _rank(x, objective), default=None)
-
-
-def _rank(one: Tried, objective: str) -> tuple[float, float]:
-    assert one.program is not None and one.seconds is not None
-    figures = (one.seconds, float(one.program.peak_bytes))
-    return (figures[1], figures[0]) if objective == "memory" else figures
 
 
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
@@ -270,8 +200,10 @@ def _by_propagation(
     recorded = groups.step.recorded
     found: list[Tried] = []
     with _planned_on(topology):
-        num_operations = sum(1 for _ in _to_propagate(recorded).ops) + len(recorded.leaves)
-        most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
+        most = _MOST_WITH_LOOPS
+        if not _has_loops(recorded):
+            num_operations = len(recorded.nodes) + len(recorded.leaves)
+            most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
         chosen = _diverse(made, most)
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
@@ -330,49 +262,76 @@ def _moved(
     recorded: RecordedGraph, found: Shardings, name: str, machine: Machine
 ) -> tuple[Moved, ...]:
     """What a step with these shardings sends, by Shardy's propagation."""
-    graph = _to_propagate(marked(recorded, found))
+    graph = ir.Graph.of(_fast_form(recorded, found))
     return propagated(lower(graph, Target.of(graph), name), machine)
 
 
-def _to_propagate(recorded: RecordedGraph) -> ir.Graph:
-    """The graph that Shardy propagates."""
-    graph = ir.Graph.of(recorded)
-    if not _has_loops(recorded):
-        return graph
-    return with_loops(graph, lambda values: True).graph
+def _fast_form(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
+    """The step with these shardings, and its equal layers as loops where they make it faster."""
+    graph = marked(recorded, found)
+    return looped(graph) if _has_loops(recorded) else graph
 
 
 def _has_loops(recorded: RecordedGraph) -> bool:
-    """Whether equal layers are propagated as a loop."""
+    """Whether equal layers are propagated and compiled as loops."""
     if len(recorded.nodes) <= _MOST_UNFOLDED or devices.platform() != "tpu":
         return False
     phases = {node.origin.phase for node in recorded.nodes if node.origin is not None}
     return Phase.RECOMPUTATION in phases
 
 
+def _best_whole(
+    tried: Sequence[Tried],
+    memory: int | None,
+    objective: str,
+    compile_all: Callable[..., None],
+) -> Tried | None:
+    """The best one that fits, compiled layer by layer; None if none does.
+
+    Args:
+        tried: those that were compiled, in part with layers as loops.
+        memory, objective: as for `decide`.
+        compile_all: as `_compile`, of some of these, which take their places.
+    """
+    while True:
+        best = best_of([x for x in tried if not x.is_looped], memory, objective)
+        fast = best_of([x for x in tried if x.is_looped], memory, objective)
+        if best is not None or fast is None:
+            return best
+        compile_all([fast], is_whole=True)
+
+
 def _compile(
     groups: Groups,
-    chosen: Sequence[Tried],
     topology: Topology,
     machine: Machine,
     names: Mapping[Storage, str],
     report: Callable[[str], None],
     progress: Progress,
+    chosen: Sequence[Tried],
+    *,
+    is_whole: bool = False,
 ) -> None:
-    """Adds the candidates with the figures of their programs to those that were tried."""
+    """Adds the candidates with the figures of their programs to those that were tried.
+
+    For absent devices equal layers may be compiled as loops, unless `is_whole`.
+    """
     recorded, programs = groups.step.recorded, progress.programs
+    is_looped = not is_whole and topology.request is not None and _has_loops(recorded)
     made: dict[int, Tried] = {}
-    before = list(progress.tried)
+    again = {x.shardings for x in chosen}
+    before = [x for x in progress.tried if x.shardings not in again]
+    form = _fast_form if is_looped else marked
 
     def starting(i: int) -> None:
-        mesh = chosen[i].shardings.mesh_text
-        report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
+        what = "the best one by itself" if is_whole else f"candidate {i + 1} of {len(chosen)}"
+        report(f"compiling {what}: mesh {chosen[i].shardings.mesh_text}")
 
     def keep(i: int, program: Program) -> None:
         assert programs is not None
         programs[chosen[i].shardings] = program
 
-    graphs = [functools.partial(marked, recorded, x.shardings) for x in chosen]
+    graphs = [functools.partial(form, recorded, x.shardings) for x in chosen]
     taken = None if programs is None else keep
     with (
         _planned_on(topology),
@@ -383,42 +342,30 @@ def _compile(
         for i, found in all_found:
             one = chosen[i]
             if isinstance(found, DeviceMemoryError):
-                made[i] = replace(one, refusal=str(found))
+                made[i] = replace(one, program=None, refusal=str(found), is_looped=is_looped)
             else:
-                took = program_seconds(found, machine, one.candidate.solution.work_s)
+                took = program_seconds(found, machine, _hidden_work(one, machine))
                 bytes_sent = one.sent
                 if one.propagated_s is None:
                     ids = one.shardings.mesh.ids
                     model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
                     bytes_sent = sent(model, one.candidate.solution.choices)
-                made[i] = replace(one, program=found, seconds=took, sent=bytes_sent)
+                made[i] = replace(
+                    one, program=found, seconds=took, sent=bytes_sent, is_looped=is_looped
+                )
             # In the order of the candidates, whichever was compiled first.
             progress.tried[:] = [*before, *(made[i] for i in sorted(made))]
 
 
-def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:
-    """The modelled time of a compiled program: its roofline, and then its collectives.
+def _hidden_work(one: Tried, machine: Machine) -> float:
+    """The seconds of work that count where a compiled program's roofline hides them.
 
-    Collectives are counted as if nothing overlapped them, since no schedule is known.
-
-    Args:
-        program: the program.
-        machine: the devices.
-        work_s: seconds that a device computes and moves its memory at least, by another model.
+    On a chip none: the roofline and the collectives are what shardings by hand are compared by, and
+    work without products, such as an optimizer's update, is seen in the choice of the candidates
+    that are compiled. Emulated devices are bound by the memory of all operations, of which the
+    compiler's figures have that of arguments and results alone.
     """
-    costs = program.costs
-    compute = max(costs.compiler_flops / machine.flops, work_s)
-    memory = costs.least_bytes / machine.memory_bytes_per_s
-    times = sum(1 if c.executions is None else c.executions for c in program.collectives)
-    links = {False: machine.links_bytes_per_s, True: machine.network_bytes_per_s}
-    moving = sum(
-        c.moved_bytes
-        * (1 if c.executions is None else c.executions)
-        * (machine.scatters if c.kind == "reduce-scatter" else 1.0)
-        / links[c.is_between_slices]
-        for c in program.collectives
-    )
-    return max(compute, memory) + moving + times * machine.latency_s
+    return 0.0 if machine.memory_bytes is not None else one.candidate.solution.work_s
 
 
 def _tighter(tried: Sequence[Tried], memory: int) -> float:

@@ -14,10 +14,10 @@ import jax
 import torch
 
 from spmd_core import dtypes
-from spmd_core.auto.decide import Tried
 from spmd_core.auto.marked_graph import Shardings, marked
 from spmd_core.auto.recorded_step import RecordedStep
 from spmd_core.auto.step_graph import updated
+from spmd_core.auto.tried import Tried
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import lock

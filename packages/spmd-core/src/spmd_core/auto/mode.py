@@ -122,11 +122,11 @@ class Automatic:
         graph = planned.graph()
         if not any(entry_flops(node.entry) for node in graph.nodes):
             return None
+        _log.info("searching shardings for %s", planned.name)
         groups = group(StepGraph.of(graph))
         devices = self.topology or present()
         given = self._given(len(devices.devices))
         is_first = not isinstance(self.mesh, Mesh) or not self._known
-        _log.info("searching shardings for %s", planned.name)
         names = tensor_names.names()
         tried = searched(
             groups,

@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd_core.auto.decide import Progress, Tried, decide, inputs_of
+from spmd_core.auto.decide import decide, inputs_of
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.recorded_step import Markable
+from spmd_core.auto.tried import Progress, Tried
 from spmd_core.config import config
 from spmd_core.errors import AutoShardingError, ProcessError
 from spmd_core.graph.recorders import lock

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from spmd_core import files
-from spmd_core.auto.decide import Tried
 from spmd_core.auto.explained import Explainer
+from spmd_core.auto.tried import Tried
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.runtime.jax_sharding import jax_axis_names

@@ -1,0 +1,128 @@
+"""A step whose equal layers are loops over stacks of their parameters: it is compiled much faster.
+
+Candidates are compared by such programs, which are not run. Their layers are the same operations
+with the same shardings, so they move the same bytes, compute the same FLOPs and take about the same
+memory; only what is chosen is then compiled layer by layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmd_core.auto.step_graph import updated
+from spmd_core.graph.stacks import stack_entry, stacked_spec, unstack_entry
+from spmd_core.program import ir
+from spmd_core.program.leaves import stack_placement
+from spmd_core.program.list_items import Items
+from spmd_core.program.passes.folded_layers import are_small, with_loops
+from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
+
+# Leaves that become the rows of a stack, in order.
+_Rows = tuple[int, ...]
+
+
+def looped(recorded: RecordedGraph) -> RecordedGraph:
+    """The step with layers as loops, which reads and returns their parameters and state as stacks.
+
+    Args:
+        recorded: the step, with the placements and marks of a candidate.
+
+    Returns:
+        The same graph if it has no layers that may become loops.
+    """
+    stacks = _stacks(recorded)
+    return _with_stacks(recorded, stacks) if stacks else recorded
+
+
+def _stacks(recorded: RecordedGraph) -> list[_Rows]:
+    """The leaves that are to lie in stacks: what loops read, and what is updated along with it."""
+    graph = ir.Graph.of(recorded)
+    donated = set(recorded.donated)
+
+    def number(value: ir.Ref) -> int:
+        return value.producer.number if isinstance(value.producer, ir.Input) else -1
+
+    def are_alike(rows: Sequence[int]) -> bool:
+        first, *others = rows
+        leaf = recorded.leaves[first]
+        return len({*rows}) == len(rows) and all(
+            recorded.leaves[i].spec.logical is leaf.spec.logical
+            and recorded.leaves[i].placement is leaf.placement
+            and (i in donated) == (first in donated)
+            for i in others
+        )
+
+    def may_be_stacked(values: tuple[ir.Ref, ...]) -> bool:
+        rows = [number(x) for x in values]
+        return are_small(values) or (min(rows) >= 0 and are_alike(rows))
+
+    found: list[_Rows] = []
+    taken: set[int] = set()
+
+    def add(rows: Sequence[int]) -> None:
+        if min(rows) >= 0 and taken.isdisjoint(rows) and are_alike(rows):
+            found.append(tuple(rows))
+            taken.update(rows)
+
+    for values in with_loops(graph, may_be_stacked).stacked:
+        add([number(x) for x in values])
+    items = Items()
+    of_leaf = {  # the item of an optimizer's lists that reads a parameter
+        number(item.operands[0]): item.operands
+        for op in graph.ops
+        if op.entry.traits.by_item
+        for item in items.of(op)
+    }
+    for rows in list(found):
+        updates = [of_leaf.get(i, ()) for i in rows]
+        for state in zip(*updates):
+            if (
+                len(state) == len(rows)
+                and state[0].spec.shape == recorded.leaves[rows[0]].spec.shape
+            ):
+                add([number(x) for x in state])
+    return found
+
+
+def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGraph:
+    """The graph with stacks in place of these leaves, and of the results that replace them."""
+    num_rows = sum(map(len, stacks))
+    in_stacks = {i for rows in stacks for i in rows}
+    alone = [i for i in range(len(recorded.leaves)) if i not in in_stacks]
+    leaves = [recorded.leaves[i] for i in alone]
+    numbers = {-i - 1: -position - 1 for position, i in enumerate(alone)}
+    nodes: list[Node] = []
+    for rows in stacks:
+        row = recorded.leaves[rows[0]]
+        numbers |= {-i - 1: sum(len(n.entry.outs) for n in nodes) + k for k, i in enumerate(rows)}
+        nodes.append(Node(unstack_entry(row.spec, len(rows)), (-len(leaves) - 1,)))
+        leaves.append(Leaf(stacked_spec(row.spec, len(rows)), stack_placement(row.placement)))
+
+    def now(number: int) -> int:
+        return number + num_rows if number >= 0 else numbers[number]
+
+    nodes += [replace(node, inputs=tuple(map(now, node.inputs))) for node in recorded.nodes]
+    count = sum(len(node.entry.outs) for node in nodes)
+    replaced = updated(recorded)
+    outputs: dict[int, Output] = {
+        i: replace(output, value=now(output.value)) for i, output in enumerate(recorded.outputs)
+    }
+    of_stacks: list[Output] = []
+    for rows in stacks:
+        if any(i not in replaced for i in rows):
+            continue
+        results = [outputs.pop(replaced[i]) for i in rows]
+        row, placement = results[0].spec, results[0].placement
+        nodes.append(Node(stack_entry(row, len(rows)), tuple(x.value for x in results)))
+        stacked = None if placement is None else stack_placement(placement)
+        of_stacks.append(Output(count, stacked_spec(row, len(rows)), stacked))
+        count += 1
+    donated = set(recorded.donated)
+    first_rows = [*alone, *(rows[0] for rows in stacks)]
+    return replace(
+        recorded,
+        leaves=tuple(leaves),
+        nodes=tuple(nodes),
+        outputs=(*outputs.values(), *of_stacks),
+        donated=tuple(position for position, i in enumerate(first_rows) if i in donated),
+        fold_layers=True,
+    )

@@ -1,0 +1,110 @@
+"""What a search has tried: candidates, what the compiler said of them, and which one is best."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spmd_core.auto.candidates import Candidate
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import Shardings
+from spmd_core.planner.planned import ProgramPlan
+from spmd_core.program.program import Program
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate, and what its compiled program takes on one device.
+
+    Attributes:
+        candidate: the candidate.
+        shardings: its shardings.
+        program: what the compiler says; None if it was not compiled, or does not fit.
+        seconds: the modelled time of the compiled program; None without one.
+        propagated_s: the modelled time with the collectives that Shardy's propagation inserts; None
+            if it did not run, or Shardy refused the program.
+        sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
+        refusal: the compiler's words for a program that does not fit.
+        measured_s: the seconds that the program took on the devices; None if it did not run.
+        is_looped: whether the program that was compiled has equal layers as loops.
+    """
+
+    candidate: Candidate
+    shardings: Shardings
+    program: ProgramPlan | None = None
+    seconds: float | None = None
+    propagated_s: float | None = None
+    sent: float = 0.0
+    refusal: str = ""
+    measured_s: float | None = None
+    is_looped: bool = False
+
+
+@dataclass
+class Progress:
+    """What a search has so far, for one that is interrupted.
+
+    Attributes:
+        made: the candidates, the best one by the model first.
+        tried: those that were compiled.
+        programs: their programs, if the devices are here and this was made with a dict; else None.
+    """
+
+    made: list[Tried] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    programs: dict[Shardings, Program] | None = None
+
+    def best_first(self, *, memory: int | None, objective: str) -> list[Tried]:
+        """As `decide` returns: the best that was compiled and fits, else the best by the model.
+
+        Args:
+            memory, objective: as for `decide`.
+
+        Returns:
+            The candidates, the best one first; nothing if there is none yet that may fit.
+        """
+        best = best_of(self.tried, memory, objective)
+        compiled = {x.shardings for x in self.tried}
+        left = [x for x in self.made if x.shardings not in compiled]
+        if best is None:
+            return [*left, *self.tried] if left else []
+        return [best, *(x for x in self.tried if x is not best), *left]
+
+
+def best_of(tried: Sequence[Tried], memory: int | None, objective: str) -> Tried | None:
+    """The best of those that were compiled and fit; None if none does."""
+    fitting = [
+        x
+        for x in tried
+        if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
+    ]
+    return min(fitting, key=lambda x: _rank(x, objective), default=None)
+
+
+def _rank(one: Tried, objective: str) -> tuple[float, float]:
+    assert one.program is not None and one.seconds is not None
+    figures = (one.seconds, float(one.program.peak_bytes))
+    return (figures[1], figures[0]) if objective == "memory" else figures
+
+
+def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:
+    """The modelled time of a compiled program: its roofline, and then its collectives.
+
+    Collectives are counted as if nothing overlapped them, since no schedule is known.
+
+    Args:
+        program: the program.
+        machine: the devices.
+        work_s: seconds that a device computes and moves its memory at least, by another model.
+    """
+    costs = program.costs
+    compute = max(costs.compiler_flops / machine.flops, work_s)
+    memory = costs.least_bytes / machine.memory_bytes_per_s
+    times = sum(1 if c.executions is None else c.executions for c in program.collectives)
+    links = {False: machine.links_bytes_per_s, True: machine.network_bytes_per_s}
+    moving = sum(
+        c.moved_bytes
+        * (1 if c.executions is None else c.executions)
+        * (machine.scatters if c.kind == "reduce-scatter" else 1.0)
+        / links[c.is_between_slices]
+        for c in program.collectives
+    )
+    return max(compute, memory) + moving + times * machine.latency_s

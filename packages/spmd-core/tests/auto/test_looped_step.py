@@ -1,0 +1,193 @@
+"""auto/looped_step.py: loops over stacks compute what layers one by one do, and take as much."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from auto_steps import chosen, training, words
+
+import spmd_core as spmd
+from spmd_core.auto import decide, mode
+from spmd_core.auto.candidates import Kind
+from spmd_core.auto.looped_step import _stacks, looped
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import marked
+from spmd_core.auto.measure import _copy
+from spmd_core.auto.propagated import propagated
+from spmd_core.auto.tried import Tried
+from spmd_core.graph.placement import Placement
+from spmd_core.planner import topology
+from spmd_core.planner.topology import present
+from spmd_core.program import ir, start
+from spmd_core.program.compilation import build
+from spmd_core.program.lower import lower
+from spmd_core.program.target import Target
+from spmd_core.runtime.jax_sharding import replicated
+
+LIBTPU = pytest.mark.skipif(
+    topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
+)
+EIGHT = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
+DEPTH, BATCH = 6, 128
+OF_A_BLOCK = 2 + 4  # the parameters of a norm and of two products
+
+
+def mesh():
+    return spmd.Mesh(range(8), (8,))
+
+
+@EIGHT
+@pytest.mark.parametrize("fused", [True, False])
+def test_loops_compute_what_eager_layers_do(fused):
+    model, batch = words(vocabulary=512, width=256, inner=1024, depth=DEPTH, batch=BATCH)
+    eager = training(model, torch.optim.SGD, lr=0.1)
+    expected = eager.step(*batch).item()
+    results = [
+        torch.stack([dict(block.named_parameters())[name].detach() for block in model.blocks])
+        for name, _ in model.blocks[0].named_parameters()
+    ]
+
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        loops, stacks = looped(graph), _stacks(graph)
+        assert len(stacks) == OF_A_BLOCK
+        assert len(loops.leaves) == len(graph.leaves) - (DEPTH - 1) * len(stacks)
+        rows = [
+            np.asarray(_copy(value, value.spec, leaf.placement))
+            for value, leaf in zip(recorded.inputs, graph.leaves)
+        ]
+        of_stacks = [np.stack([rows[i] for i in group]) for group in stacks]
+        alone = [x for i, x in enumerate(rows) if all(i not in group for group in stacks)]
+        with jax.enable_x64(True):
+            arrays = [
+                jax.device_put(x, leaf.placement.device_sharding)
+                for x, leaf in zip([*alone, *of_stacks], loops.leaves)
+            ]
+        program = build(loops, "loops")
+        assert program.record.loops
+        return program.run(*start.by_kind(recorded.numbers), arrays)
+
+    options = {"make": torch.optim.SGD, "lr": 0.1, "fused": fused}
+    found = chosen(Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, **options)
+    found = [np.asarray(x) for x in found]
+    (loss,) = [x for x in found if x.shape == ()]
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert len([x for x in found if x.shape[:1] == (DEPTH,)]) == OF_A_BLOCK
+    for value in results:
+        same = [x for x in found if x.shape == tuple(value.shape)]
+        assert any(np.allclose(x, value, rtol=1e-4, atol=1e-5) for x in same)
+
+
+@EIGHT
+def test_state_lies_in_stacks_beside_its_parameters():
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        loops, stacks = looped(graph), _stacks(graph)
+        kinds = [leaf.spec.shape for leaf in loops.leaves[-len(stacks) :]]
+        return stacks, kinds
+
+    stacks, kinds = chosen(
+        Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, fused=True
+    )
+    assert len(stacks) == OF_A_BLOCK * 3  # the parameter, and two moments
+    assert kinds.count((DEPTH, 1024, 256)) == kinds.count((DEPTH, 256, 1024)) == 3
+
+
+@EIGHT
+def test_a_layer_that_is_placed_in_another_way_stays_apart():
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        apart = next(rows for rows in _stacks(graph) if graph.leaves[rows[0]].spec.shape[1:])[3]
+        leaves = list(graph.leaves)
+        leaves[apart] = replace(
+            leaves[apart], placement=Placement.of(replicated(tuple(range(8))), None)
+        )
+        return apart, _stacks(replace(graph, leaves=tuple(leaves)))
+
+    apart, stacks = chosen(
+        Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, fused=True
+    )
+    assert all(apart not in rows for rows in stacks)
+
+
+@EIGHT
+def test_loops_move_what_layers_move():
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        machine = Machine.of(present().devices)
+        moved = []
+        for form in (graph, looped(graph)):
+            before = ir.Graph.of(form)
+            moved.append(propagated(lower(before, Target.of(before), "step"), machine))
+        return moved
+
+    flat, loops = chosen(
+        Kind.DATA, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, fused=True
+    )
+    assert sum(x.times for x in flat) > DEPTH * OF_A_BLOCK
+    assert [(x.kind, x.times, x.bytes) for x in loops] == [
+        (x.kind, x.times, pytest.approx(x.bytes)) for x in flat
+    ]
+
+
+@LIBTPU
+@pytest.mark.slow
+@pytest.mark.one_device
+def test_candidates_with_loops_take_what_they_take_layer_by_layer(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # at which libtpu ends
+    monkeypatch.setattr(decide, "_MOST_UNFOLDED", 0)
+    monkeypatch.setattr(mode, "_MOST_COMPILED", 2)
+    seen, best_whole = [], decide._best_whole
+
+    def best(tried, *rest):
+        before = list(tried)
+        found = best_whole(tried, *rest)
+        seen.append((before, found))
+        return found
+
+    monkeypatch.setattr(decide, "_best_whole", best)
+
+    def train():
+        spmd.use_spmd()
+        with torch.device("xla"):
+            model, batch = words(vocabulary=512, width=256, inner=1024, depth=DEPTH, batch=BATCH)
+        for block in model.blocks:
+            spmd.checkpoint_module(block)
+        own = training(model.to("xla"), fused=True)
+        inputs = [x.to("xla") for x in batch]
+        spmd.sync()
+        while True:
+            own.step(*inputs)
+            spmd.sync()
+
+    made = spmd.plan(train, topology="v4-8", auto=True)
+    ((before, found),) = seen
+    assert [x.is_looped for x in before] == [True, True] and not found.is_looped
+    loops = next(x for x in before if x.shardings == found.shardings).program
+    assert loops.costs.compiler_flops == pytest.approx(found.program.costs.compiler_flops)
+    assert loops.costs.ici_bytes == pytest.approx(found.program.costs.ici_bytes, rel=0.05)
+    assert loops.peak_bytes == pytest.approx(found.program.peak_bytes, rel=0.2)
+    assert made.step.costs == found.program.costs
+    assert found.seconds <= 1.05 * min(x.seconds for x in before)
+
+
+def test_what_fits_with_loops_alone_is_not_chosen():
+    def with_peak(number, peak, *, is_looped):
+        program = SimpleNamespace(peak_bytes=peak)
+        return Tried(None, number, program=program, seconds=float(number), is_looped=is_looped)
+
+    tried = [with_peak(1, 90, is_looped=True), with_peak(2, 80, is_looped=True)]
+    compiled = []
+
+    def compile_all(chosen, *, is_whole):
+        (one,) = chosen
+        compiled.append(one.shardings)
+        tried.remove(one)
+        tried.append(with_peak(one.shardings, 110 if one.shardings == 1 else 95, is_looped=False))
+
+    best = decide._best_whole(tried, 100, "time", compile_all)
+    assert compiled == [1, 2] and best.shardings == 2 and best.program.peak_bytes == 95
+    assert decide._best_whole(tried[:1], 100, "time", compile_all) is None
