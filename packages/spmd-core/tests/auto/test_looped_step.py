@@ -1,7 +1,6 @@
 """auto/looped_step.py: loops over stacks compute what layers one by one do, and take as much."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,16 +9,13 @@ import torch
 from auto_steps import chosen, training, words
 
 import spmd_core as spmd
-from spmd_core.auto import decide, mode
 from spmd_core.auto.candidates import Kind
 from spmd_core.auto.looped_step import _stacks, looped
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.measure import _copy
 from spmd_core.auto.propagated import propagated
-from spmd_core.auto.tried import Tried
 from spmd_core.graph.placement import Placement
-from spmd_core.planner import topology
 from spmd_core.planner.topology import present
 from spmd_core.program import ir, start
 from spmd_core.program.compilation import build
@@ -27,9 +23,6 @@ from spmd_core.program.lower import lower
 from spmd_core.program.target import Target
 from spmd_core.runtime.jax_sharding import replicated
 
-LIBTPU = pytest.mark.skipif(
-    topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
-)
 EIGHT = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 DEPTH, BATCH = 6, 128
 OF_A_BLOCK = 2 + 4  # the parameters of a norm and of two products
@@ -131,63 +124,3 @@ def test_loops_move_what_layers_move():
     assert [(x.kind, x.times, x.bytes) for x in loops] == [
         (x.kind, x.times, pytest.approx(x.bytes)) for x in flat
     ]
-
-
-@LIBTPU
-@pytest.mark.slow
-@pytest.mark.one_device
-def test_candidates_with_loops_take_what_they_take_layer_by_layer(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # at which libtpu ends
-    monkeypatch.setattr(decide, "_MOST_UNFOLDED", 0)
-    monkeypatch.setattr(mode, "_MOST_COMPILED", 2)
-    seen, best_whole = [], decide._best_whole
-
-    def best(tried, *rest):
-        before = list(tried)
-        found = best_whole(tried, *rest)
-        seen.append((before, found))
-        return found
-
-    monkeypatch.setattr(decide, "_best_whole", best)
-
-    def train():
-        spmd.use_spmd()
-        with torch.device("xla"):
-            model, batch = words(vocabulary=512, width=256, inner=1024, depth=DEPTH, batch=BATCH)
-        for block in model.blocks:
-            spmd.checkpoint_module(block)
-        own = training(model.to("xla"), fused=True)
-        inputs = [x.to("xla") for x in batch]
-        spmd.sync()
-        while True:
-            own.step(*inputs)
-            spmd.sync()
-
-    made = spmd.plan(train, topology="v4-8", auto=True)
-    ((before, found),) = seen
-    assert [x.is_looped for x in before] == [True, True] and not found.is_looped
-    loops = next(x for x in before if x.shardings == found.shardings).program
-    assert loops.costs.compiler_flops == pytest.approx(found.program.costs.compiler_flops)
-    assert loops.costs.ici_bytes == pytest.approx(found.program.costs.ici_bytes, rel=0.05)
-    assert loops.peak_bytes == pytest.approx(found.program.peak_bytes, rel=0.2)
-    assert made.step.costs == found.program.costs
-    assert found.seconds <= 1.05 * min(x.seconds for x in before)
-
-
-def test_what_fits_with_loops_alone_is_not_chosen():
-    def with_peak(number, peak, *, is_looped):
-        program = SimpleNamespace(peak_bytes=peak)
-        return Tried(None, number, program=program, seconds=float(number), is_looped=is_looped)
-
-    tried = [with_peak(1, 90, is_looped=True), with_peak(2, 80, is_looped=True)]
-    compiled = []
-
-    def compile_all(chosen, *, is_whole):
-        (one,) = chosen
-        compiled.append(one.shardings)
-        tried.remove(one)
-        tried.append(with_peak(one.shardings, 110 if one.shardings == 1 else 95, is_looped=False))
-
-    best = decide._best_whole(tried, 100, "time", compile_all)
-    assert compiled == [1, 2] and best.shardings == 2 and best.program.peak_bytes == 95
-    assert decide._best_whole(tried[:1], 100, "time", compile_all) is None

@@ -39,16 +39,17 @@ _MARGIN = 0.9
 # program with loops, whose operations are fewer than those that were recorded: so many.
 _MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 6
 # In a longer program for TPUs, whose layers compute again in the backward, equal layers are
-# propagated and compiled as loops, which move the same in a small part of the time. Otherwise
-# forward and backward share what they gather, which loops do not.
+# propagated as loops, which move the same, in a part of the time. Otherwise forward and backward
+# share what they gather, which loops do not.
 _MOST_UNFOLDED = 2_500
 # Collectives whose times differ by so much, relatively, are the same.
 _SAME = 0.01
 # So many candidates are measured with and without marks of results, where propagation is the same.
 _BOTH_FORMS = 2
 # Candidates that take so much longer than the best one, after propagation or else by the model, are
-# not compiled: a compilation takes minutes, and what XLA does afterwards changes times by less.
-_WORTH = 1.25
+# not compiled: a compilation takes minutes, and what XLA does afterwards changes times by less. The
+# model also counts traffic of memory that the roofline of a whole program hides.
+_WORTH = 1.5
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
 
@@ -109,11 +110,8 @@ def decide(
         both = _BOTH_FORMS if objective == "measured" else 0
         chosen = _with_needed_marks(groups, chosen, topology, machine, both=both)
         progress.made = made = [*chosen, *left]
-        compile_all = functools.partial(
-            _compile, groups, topology, machine, names, report, progress
-        )
-        compile_all(chosen)
-        best = _best_whole(tried, memory, objective, compile_all)
+        _compile(groups, chosen, topology, machine, names, report, progress)
+        best = best_of(tried, memory, objective)
         if best is not None:
             others = sorted(
                 (x for x in tried if x is not best), key=lambda x: x.seconds or float("inf")
@@ -165,13 +163,14 @@ def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
 
 
 def _worth_compiling(made: Sequence[Tried]) -> list[Tried]:
-    """Those that may turn out to be the best by the compiler."""
+    """Those that may turn out to be the best by the compiler.
 
-    def took(one: Tried) -> float:
-        return one.candidate.solution.seconds if one.propagated_s is None else one.propagated_s
-
-    most = _WORTH * min(map(took, made), default=0.0)
-    return [x for x in made if took(x) <= most]
+    Of those that were propagated, if there are any: the model alone is kinder to candidates.
+    """
+    known = [x for x in made if x.propagated_s is not None] or list(made)
+    times = {x.candidate: x.propagated_s or x.candidate.solution.seconds for x in known}
+    most = _WORTH * min(times.values(), default=0.0)
+    return [x for x in known if times[x.candidate] <= most]
 
 
 @contextmanager
@@ -262,76 +261,46 @@ def _moved(
     recorded: RecordedGraph, found: Shardings, name: str, machine: Machine
 ) -> tuple[Moved, ...]:
     """What a step with these shardings sends, by Shardy's propagation."""
-    graph = ir.Graph.of(_fast_form(recorded, found))
+    whole = marked(recorded, found)
+    graph = ir.Graph.of(looped(whole) if _has_loops(recorded) else whole)
     return propagated(lower(graph, Target.of(graph), name), machine)
 
 
-def _fast_form(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
-    """The step with these shardings, and its equal layers as loops where they make it faster."""
-    graph = marked(recorded, found)
-    return looped(graph) if _has_loops(recorded) else graph
-
-
 def _has_loops(recorded: RecordedGraph) -> bool:
-    """Whether equal layers are propagated and compiled as loops."""
+    """Whether equal layers are propagated as loops."""
     if len(recorded.nodes) <= _MOST_UNFOLDED or devices.platform() != "tpu":
         return False
     phases = {node.origin.phase for node in recorded.nodes if node.origin is not None}
     return Phase.RECOMPUTATION in phases
 
 
-def _best_whole(
-    tried: Sequence[Tried],
-    memory: int | None,
-    objective: str,
-    compile_all: Callable[..., None],
-) -> Tried | None:
-    """The best one that fits, compiled layer by layer; None if none does.
-
-    Args:
-        tried: those that were compiled, in part with layers as loops.
-        memory, objective: as for `decide`.
-        compile_all: as `_compile`, of some of these, which take their places.
-    """
-    while True:
-        best = best_of([x for x in tried if not x.is_looped], memory, objective)
-        fast = best_of([x for x in tried if x.is_looped], memory, objective)
-        if best is not None or fast is None:
-            return best
-        compile_all([fast], is_whole=True)
-
-
 def _compile(
     groups: Groups,
+    chosen: Sequence[Tried],
     topology: Topology,
     machine: Machine,
     names: Mapping[Storage, str],
     report: Callable[[str], None],
     progress: Progress,
-    chosen: Sequence[Tried],
-    *,
-    is_whole: bool = False,
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried.
 
-    For absent devices equal layers may be compiled as loops, unless `is_whole`.
+    Layer by layer: as loops, GPT-2 1.5B compiles in a third of the time, but the order of its
+    candidates differs, as what XLA moves in a loop is other by 5 to 8% of a step's time.
     """
     recorded, programs = groups.step.recorded, progress.programs
-    is_looped = not is_whole and topology.request is not None and _has_loops(recorded)
     made: dict[int, Tried] = {}
-    again = {x.shardings for x in chosen}
-    before = [x for x in progress.tried if x.shardings not in again]
-    form = _fast_form if is_looped else marked
+    before = list(progress.tried)
 
     def starting(i: int) -> None:
-        what = "the best one by itself" if is_whole else f"candidate {i + 1} of {len(chosen)}"
-        report(f"compiling {what}: mesh {chosen[i].shardings.mesh_text}")
+        mesh = chosen[i].shardings.mesh_text
+        report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
 
     def keep(i: int, program: Program) -> None:
         assert programs is not None
         programs[chosen[i].shardings] = program
 
-    graphs = [functools.partial(form, recorded, x.shardings) for x in chosen]
+    graphs = [functools.partial(marked, recorded, x.shardings) for x in chosen]
     taken = None if programs is None else keep
     with (
         _planned_on(topology),
@@ -342,7 +311,7 @@ def _compile(
         for i, found in all_found:
             one = chosen[i]
             if isinstance(found, DeviceMemoryError):
-                made[i] = replace(one, program=None, refusal=str(found), is_looped=is_looped)
+                made[i] = replace(one, refusal=str(found))
             else:
                 took = program_seconds(found, machine, _hidden_work(one, machine))
                 bytes_sent = one.sent
@@ -350,9 +319,7 @@ def _compile(
                     ids = one.shardings.mesh.ids
                     model = CostModel(groups, one.candidate.mesh_shape, machine, ids)
                     bytes_sent = sent(model, one.candidate.solution.choices)
-                made[i] = replace(
-                    one, program=found, seconds=took, sent=bytes_sent, is_looped=is_looped
-                )
+                made[i] = replace(one, program=found, seconds=took, sent=bytes_sent)
             # In the order of the candidates, whichever was compiled first.
             progress.tried[:] = [*before, *(made[i] for i in sorted(made))]
 

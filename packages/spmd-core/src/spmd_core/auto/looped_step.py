@@ -1,8 +1,8 @@
-"""A step whose equal layers are loops over stacks of their parameters: it is compiled much faster.
+"""A step whose equal layers are loops over stacks of their parameters, to be propagated faster.
 
-Candidates are compared by such programs, which are not run. Their layers are the same operations
-with the same shardings, so they move the same bytes, compute the same FLOPs and take about the same
-memory; only what is chosen is then compiled layer by layer.
+Candidates are compared by the collectives of such programs, which are neither compiled nor run.
+Their layers are the same operations with the same shardings, and the optimizer updates all layers'
+parameters of one kind at once.
 """
 
 from collections.abc import Sequence
@@ -111,10 +111,10 @@ def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGr
         if any(i not in replaced for i in rows):
             continue
         results = [outputs.pop(replaced[i]) for i in rows]
-        row, placement = results[0].spec, results[0].placement
-        nodes.append(Node(stack_entry(row, len(rows)), tuple(x.value for x in results)))
+        spec, placement = results[0].spec, results[0].placement
+        nodes.append(Node(stack_entry(spec, len(rows)), tuple(x.value for x in results)))
         stacked = None if placement is None else stack_placement(placement)
-        of_stacks.append(Output(count, stacked_spec(row, len(rows)), stacked))
+        of_stacks.append(Output(count, stacked_spec(spec, len(rows)), stacked))
         count += 1
     donated = set(recorded.donated)
     first_rows = [*alone, *(rows[0] for rows in stacks)]

@@ -24,7 +24,6 @@ class Tried:
         sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
         refusal: the compiler's words for a program that does not fit.
         measured_s: the seconds that the program took on the devices; None if it did not run.
-        is_looped: whether the program that was compiled has equal layers as loops.
     """
 
     candidate: Candidate
@@ -35,7 +34,6 @@ class Tried:
     sent: float = 0.0
     refusal: str = ""
     measured_s: float | None = None
-    is_looped: bool = False
 
 
 @dataclass
