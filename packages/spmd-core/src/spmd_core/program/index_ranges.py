@@ -38,6 +38,19 @@ def needed(graph: Graph) -> list[tuple[Check, Op, Ref]]:
     return found
 
 
+def bounds_of(value: Ref) -> tuple[int, int] | None:
+    """The lowest and the highest integer that a value can have; None if that is not known."""
+    while isinstance(op := value.producer, Op):
+        bounds = _bounds(op.entry, value.result)
+        if bounds is not None:
+            return bounds
+        source = _source(op, value.result, Elements.CHOSEN)
+        if source is None:
+            return None
+        value = source
+    return None
+
+
 def _origin(value: Ref) -> Ref:
     """The value from which an index was rearranged, up to a mark, whose layout is known."""
     while isinstance(op := value.producer, Op):

@@ -16,6 +16,7 @@ from spmd_core.program.passes.fused_projections import fused_projections
 from spmd_core.program.passes.image_layouts import image_layouts
 from spmd_core.program.passes.index_checks import index_checks
 from spmd_core.program.passes.late_copies import late_copies
+from spmd_core.program.passes.local_sorts import local_sorts
 from spmd_core.program.passes.lookups import lookups
 from spmd_core.program.passes.narrow_gathers import narrow_gathers
 from spmd_core.program.passes.paced_gradients import paced_gradients
@@ -29,6 +30,8 @@ from spmd_core.program.target import Target
 # A pass returns the graph that it got if there is nothing to change.
 Pass = Callable[[Graph, Target], Graph]
 PASSES: tuple[Pass, ...] = (
+    # What stays on the device, of which loops below have a layer's part.
+    local_sorts,
     # Loops in place of what is repeated.
     folded_layers,
     # Alike operations on the rows of stacks, which are one from here on.

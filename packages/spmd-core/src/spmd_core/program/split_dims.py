@@ -15,6 +15,8 @@ from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
+# The name of torch's product of rows in groups.
+GROUPED = "aten::_grouped_mm"
 # The sharding of a leaf, mark or result, with the spec of its tensor.
 Placed: TypeAlias = tuple[Spec, NamedSharding]
 
@@ -111,14 +113,16 @@ class DataSplit:
 def data_splits(graph: Graph) -> list[DataSplit]:
     """How the program's data is split, from leaves, marks and results; the most axes first.
 
-    Tensors that are no weights count as data: integers, and tensors with more than two dims.
+    Tensors that are no weights count as data: integers, and tensors with more than two dims, apart
+    from those of the shape of a grouped product's matrices.
     Integers may have a dim before the batch, for microbatches that are computed one after another.
     """
     placed = [(x.leaf.spec, x.leaf.placement.sharding) for x in graph.inputs]
     marks = [(op.entry.spec, op.entry.sharding) for op in graph.all_ops()]
+    matrices = _grouped_matrices(graph)
     found: dict[DataSplit, None] = {}
     for spec, sharding in (*placed, *marks):
-        if sharding is None or not sharding.dims:
+        if sharding is None or not sharding.dims or spec.shape in matrices:
             continue
         is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
         ndim, dims = len(spec.shape), (*sharding.dims, ())
@@ -127,6 +131,18 @@ def data_splits(graph: Graph) -> list[DataSplit]:
         if (is_integer or ndim > 2) and (split.batch or split.sequence):
             found[split] = None
     return sorted(found, key=lambda split: -len(split.batch) - len(split.sequence))
+
+
+def _grouped_matrices(graph: Graph) -> set[tuple[int, ...]]:
+    """The shapes of the matrices of grouped products, each of which may be transposed."""
+    found = {
+        x.spec.shape
+        for op in graph.all_ops()
+        if op.entry.name == GROUPED and any(len(y.spec.shape) == 2 for y in op.operands[:2])
+        for x in op.operands[:2]
+        if len(x.spec.shape) == 3
+    }
+    return found | {(n, columns, rows) for n, rows, columns in found}
 
 
 def batch_axes(

@@ -10,6 +10,9 @@ import torch
 # Scalars that are nearly always the int 1. As static arguments they vanish from the program; floats
 # are inputs of the program like any other scalar.
 _STATIC_WHEN_INT = ("alpha", "beta")
+# Further ones by operation: whole numbers that say how something is counted. They hardly change from
+# call to call, and passes reason with them (`program.sorted_rows`).
+_STATIC_INTS = {"aten::floor_divide": ("other",), "aten::histc": ("min", "max")}
 # In-place samplers whose functional form has a name of its own.
 _FUNCTIONAL_NAME = {"normal_": "normal_functional"}
 
@@ -46,6 +49,7 @@ def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Sch
     """The facts about an overload; the Scalars named in `static` count as static arguments."""
     arguments = func._schema.arguments
     numbers = [a.name for a in arguments if _may_be_number(a) and a.name not in static]
+    static_ints = (*_STATIC_WHEN_INT, *_STATIC_INTS.get(func._schema.name, ()))
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     aliasing = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
@@ -54,7 +58,7 @@ def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Sch
         names=tuple(a.name for a in arguments),
         number_positions=tuple(i for i, a in enumerate(arguments) if a.name in numbers),
         number_names=frozenset(numbers),
-        static_when_int=frozenset(n for n in numbers if n in _STATIC_WHEN_INT),
+        static_when_int=frozenset(n for n in numbers if n in static_ints),
         written=written,
         out_names=tuple(a.name for a in arguments if a.kwarg_only and a.name in written),
         is_view=aliasing and not written,
