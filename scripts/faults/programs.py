@@ -196,6 +196,18 @@ FAULTS = (
         "blocks = total.reshape(mesh.mesh_shape[axis], len(total), -1)",
     ),
     Fault(
+        "spmd_core/program/sorted_blocks.py",
+        "positions that devices sort count each device's own rows, and not those of all",
+        "return [values, positions + _first(parts, len(positions), positions.dtype)]",
+        "return [values, positions]",
+    ),
+    Fault(
+        "spmd_core/program/sorted_rows.py",
+        "rows are sorted in parts although the user holds their positions",
+        "for value in (*graph.outputs, *graph.checked):",
+        "for value in graph.checked:",
+    ),
+    Fault(
         "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",

@@ -9,6 +9,7 @@ is.
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from spmd_core.auto import sorted_rules
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.program import dim_rules
@@ -142,11 +143,12 @@ class StepGraph:
 
         operations = []
         rules: dict[Entry, DimRule] = {}
+        of_sorted = sorted_rules.rules(recorded)
         for i, node in enumerate(recorded.nodes):
             operands = tuple(position(n) for n in node.inputs)
             results = tuple(range(len(tensors), len(tensors) + len(node.entry.outs)))
             tensors += [Tensor(spec, None, node.entry.sharding) for spec in node.entry.outs]
-            rule = rules.get(node.entry)
+            rule = of_sorted.get(i) or rules.get(node.entry)
             if rule is None:
                 specs = [tensors[t].spec for t in operands]
                 is_attention = node.entry.traits.query is not None

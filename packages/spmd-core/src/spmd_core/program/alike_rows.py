@@ -85,11 +85,12 @@ def _results(eqn: Any, given: list[Order]) -> list[Order]:
         return _followed(getattr(inner, "jaxpr", inner), given)
     if name in ("optimization_barrier", "sharding_constraint"):
         return given
-    (dim, *others) = {x.dim for x in given if x.dim is not None} or {None}
-    if dim is None:
+    dims = {x.dim for x in given if x.dim is not None}
+    if not dims:
         return [Order(uniform=_uniform(eqn, given))] * len(eqn.outvars)
     shape = eqn.invars[0].aval.shape
-    if name in _ELEMENTWISE and not others:
+    if name in _ELEMENTWISE and len(dims) == 1:
+        (dim,) = dims
         _require_uniform(eqn, given, dim)
         return [Order(dim)] * len(eqn.outvars)
     rule = _RULES.get(name)
@@ -172,11 +173,8 @@ def _reduce(eqn: Any, given: Sequence[Order], shape: tuple[int, ...]) -> Order:
 def _slice(eqn: Any, given: Sequence[Order], shape: tuple[int, ...]) -> Order:
     dim, params = _dim_of(given[0]), eqn.params
     steps = params["strides"] or (1,) * len(shape)
-    if (params["start_indices"][dim], params["limit_indices"][dim], steps[dim]) != (
-        0,
-        shape[dim],
-        1,
-    ):
+    found = params["start_indices"][dim], params["limit_indices"][dim], steps[dim]
+    if found != (0, shape[dim], 1):
         raise NotAlikeError("slice")
     return Order(dim)
 

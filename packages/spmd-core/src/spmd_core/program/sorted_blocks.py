@@ -1,8 +1,8 @@
 """Operations on rows that are sorted by group, computed within each part of the rows.
 
 Each device has a part of the rows, in a manual region over the axes that split them: it sorts its
-own rows, reads and writes among them, and multiplies them by the matrices of their groups. Positions
-count the rows of all parts, so that they are right outside of the region, too.
+own rows, reads and writes among them, and multiplies them by the matrices of their groups.
+Positions count the rows of all parts, so that they are right outside of the region, too.
 """
 
 from collections.abc import Callable, Sequence

@@ -268,7 +268,11 @@ class _Walk:
             raise NotAlikeError(op.entry.name)
         if positions in self._inverses:
             # Rows move to where they lie after the sort.
-            if values in self._dims or not _is_filled(base) or base.spec.shape[0] != values.spec.shape[0]:
+            if (
+                values in self._dims
+                or not _is_filled(base)
+                or base.spec.shape[0] != values.spec.shape[0]
+            ):
                 raise NotAlikeError(op.entry.name)
             self._dims[Ref(op)] = 0
             self._note(op, Role.WRITE)

@@ -10,8 +10,8 @@ import torch
 # Scalars that are nearly always the int 1. As static arguments they vanish from the program; floats
 # are inputs of the program like any other scalar.
 _STATIC_WHEN_INT = ("alpha", "beta")
-# Further ones by operation: whole numbers that say how something is counted. They hardly change from
-# call to call, and passes reason with them (`program.sorted_rows`).
+# Further ones by operation: whole numbers that say how something is counted. They hardly change
+# from call to call, and passes reason with them (`program.sorted_rows`).
 _STATIC_INTS = {"aten::floor_divide": ("other",), "aten::histc": ("min", "max")}
 # In-place samplers whose functional form has a name of its own.
 _FUNCTIONAL_NAME = {"normal_": "normal_functional"}
