@@ -87,7 +87,7 @@ def sorted_rows(graph: Graph) -> list[SortedRows]:
             walk = _Walk(graph, sorts)
         except NotAlikeError:
             continue
-        if any(role is Role.ROWS or role is Role.SUMS for role in walk.found.roles.values()):
+        if not {Role.ROWS, Role.COLUMNS, Role.SUMS}.isdisjoint(walk.found.roles.values()):
             found.append(walk.found)
     return found
 

@@ -49,7 +49,9 @@ def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Sch
     """The facts about an overload; the Scalars named in `static` count as static arguments."""
     arguments = func._schema.arguments
     numbers = [a.name for a in arguments if _may_be_number(a) and a.name not in static]
-    static_ints = (*_STATIC_WHEN_INT, *_STATIC_INTS.get(func._schema.name, ()))
+    # An in-place form has those of the functional one, whose lowering is bound.
+    of_operation = _STATIC_INTS.get(func._schema.name.removesuffix("_"), ())
+    static_ints = (*_STATIC_WHEN_INT, *of_operation)
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     aliasing = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
