@@ -288,6 +288,32 @@ def test_products_of_a_layer_share_the_ends_of_groups(mesh_1d):
     assert "_grouped_mm" not in text and "histc" not in text
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_experts_of_transformers(mesh_1d, recomputes):
+    """What its version records is of this form; `test_models_language` trains such a model."""
+    hf = pytest.importorskip("transformers")
+    config = hf.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        use_cache=False,
+        experts_implementation="grouped_mm",
+    )
+    with torch.device("xla"):
+        model = hf.MixtralForCausalLM(config).train()
+    if recomputes:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    tokens = spmd.mark_sharding(torch.randint(32, (8, 8)).to("xla"), mesh_1d, ("x", None))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    held = [p.grad + 0 for p in model.parameters()]
+    count = names(rewritten(local_sorts, graph_of(*held))).count("ends_of_groups")
+    assert count == (4 if recomputes else 2)
+
+
 @pytest.mark.skipif(topology.libtpu_version() is None, reason="libtpu is not installed")
 def test_tpus_move_no_tokens():
     mesh = spmd.Mesh(range(8), (2, 4), ("a", "b"))

@@ -148,7 +148,7 @@ def test_three_steps_equal_eager_torch(make, mesh_1d, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(gpt2, marks=pytest.mark.one_device), exhaustive(mixtral), exhaustive(bert)],
+    [pytest.param(gpt2, marks=pytest.mark.one_device), mixtral, exhaustive(bert)],
 )
 def test_three_steps_of_adamw_equal_eager_torch(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
