@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 import torch
 
+from spmd_core.graph.values import Entry
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.alike_rows import NotAlikeError, Order, orders
@@ -30,6 +31,10 @@ _WRITES = ("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put"
 # Whole numbers below this are the same in each of these dtypes.
 _MOST_GROUPS = 2**24
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+# The orders of an operation's results, by those of its operands.
+_Known = dict[tuple[Entry, tuple[Order, ...]], list[Order]]
 
 
 class Role(Enum):
@@ -82,9 +87,10 @@ def sorted_rows(graph: Graph) -> list[SortedRows]:
             if bounds is not None and bounds[0] >= 0 and bounds[1] < _MOST_GROUPS:
                 by_groups.setdefault(groups, []).append(op)
     found = []
+    known: _Known = {}
     for sorts in by_groups.values():
         try:
-            walk = _Walk(graph, sorts)
+            walk = _Walk(graph, sorts, known)
         except NotAlikeError:
             continue
         if not {Role.ROWS, Role.COLUMNS, Role.SUMS}.isdisjoint(walk.found.roles.values()):
@@ -122,12 +128,14 @@ class _Walk:
     Args:
         graph: the graph.
         sorts: the operations that sort.
+        known: the orders of results that were found, for operations that layers have alike.
 
     Raises:
         NotAlikeError: a value is read by what needs this order.
     """
 
-    def __init__(self, graph: Graph, sorts: Sequence[Op]) -> None:
+    def __init__(self, graph: Graph, sorts: Sequence[Op], known: _Known) -> None:
+        self._known = known
         self.found = SortedRows(sorts[0].operands[0])
         self._groups = _root(sorts[0].operands[0])
         self._highest = (bounds_of(self._groups) or (0, _MOST_GROUPS))[1]
@@ -314,12 +322,14 @@ class _Walk:
         if op.entry.sharding is not None:
             self._pass_on(op.operands[0], Ref(op))
             return
-        given = [
+        given = tuple(
             Order(self._dims.get(x), _uniform_dims(x) if x not in self._dims else frozenset())
             for x in op.operands
-        ]
-        found = orders(op.entry, [x.spec for x in op.operands], given)
-        for result, order in zip(op.results, found):
+        )
+        if (op.entry, given) not in self._known:
+            found = orders(op.entry, [x.spec for x in op.operands], given)
+            self._known[op.entry, given] = found
+        for result, order in zip(op.results, self._known[op.entry, given], strict=True):
             if order.dim is not None:
                 self._dims[result] = order.dim
         self._follow_positions(op)
