@@ -59,6 +59,38 @@ def test_what_failed_is_not_copied_by_the_next_save():
     assert not copy.any()  # new memory has zeros
 
 
+def planned(shape, dtype=np.float32):
+    index = tuple(slice(0, n) for n in shape)
+    return staging._Plan(shape, np.dtype(dtype), shape, (staging._Block(None, None, None, index),))
+
+
+def save(memory, plans, data):
+    memory.expect(plans)
+    found = {name: memory.array(name, plan, [data[name]]) for name, plan in plans.items()}
+    memory.finish()
+    memory.reuse()
+    return {name: array.blocks[0][1] for name, array in found.items()}
+
+
+def test_an_array_of_the_same_plan_has_the_memory_of_the_save_before():
+    memory, plans = Memory(), {"a": planned((10, 3)), "b": planned((10, 3))}
+    first = save(memory, plans, {"a": np.ones((10, 3)), "b": np.zeros((10, 3))})
+    second = save(memory, plans, {"a": np.full((10, 3), 2), "b": np.full((10, 3), 3)})
+    for name, value in (("a", 2), ("b", 3)):
+        assert second[name] is first[name] and (second[name] == value).all()
+
+
+def test_a_tree_that_changes_takes_over_the_memory_of_what_it_lacks():
+    memory = Memory()
+    first = save(memory, {"a": planned((10, 3))}, {"a": np.ones((10, 3), np.float32)})["a"]
+    # Another name, shape and dtype, of as many bytes; then the name with another plan.
+    plan = planned((15,), np.float64)
+    second = save(memory, {"b": plan}, {"b": np.full(15, 5.0)})["b"]
+    assert np.shares_memory(first, second) and second.dtype == np.float64 and (second == 5).all()
+    third = save(memory, {"b": planned((30,))}, {"b": np.full(30, 7, np.float32)})["b"]
+    assert np.shares_memory(second, third) and third.shape == (30,) and (third == 7).all()
+
+
 def test_views_copy_nothing():
     data = np.ones(3)
     views = Views()

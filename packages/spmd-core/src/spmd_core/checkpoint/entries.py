@@ -5,6 +5,7 @@ optimizer goes by the names of its parameters, and so fits a model with other pa
 them, in another order, or stacked in another way.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from spmd_core.checkpoint import plain
 from spmd_core.checkpoint.plain import KIND, TENSOR, joined
 from spmd_core.errors import CheckpointError
 from spmd_core.modules.pipeline import Pipeline
+from spmd_core.sharding.sharding import Sharding
 from spmd_core.steps.weight_saving import identity
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -64,7 +66,7 @@ class Arrays:
                 f"names of tensors have no slash, which is a folder's; got {path!r}. Rename that "
                 "key of the state."
             )
-        entry = Entry(tensor.detach(), row)
+        entry = Entry(tensor, row)
         name = self._names.setdefault((identity(tensor), tuple(tensor.shape), row), path)
         if self.entries.setdefault(name, entry) is not entry and name == path:
             known = self.entries[name]
@@ -86,10 +88,12 @@ class Arrays:
 def _sharding(entry: Entry) -> str:
     """How a tensor is split, for those who read the checkpoint; empty where nothing is said."""
     sharding = entry.tensor.sharding if isinstance(entry.tensor, XLAShardedTensor) else None
-    if sharding is None:
-        return ""
-    spec = sharding.partition_spec if entry.row is None else sharding.partition_spec[1:]
-    return f"{spec} on {sharding.mesh}"
+    return "" if sharding is None else _sharding_text(sharding, entry.row is not None)
+
+
+@functools.lru_cache(maxsize=1024)  # each tensor of each save asks
+def _sharding_text(sharding: Sharding, is_row: bool) -> str:
+    return f"{sharding.partition_spec[is_row:]} on {sharding.mesh}"
 
 
 def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays]:
@@ -100,16 +104,21 @@ def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays]:
     """
     check_names(state)
     arrays = Arrays()
-    names = parameter_names(state)
-    parts = {name: _part(name, part, arrays, names, state) for name, part in state.items()}
+    modules = modules_of(state)
+    names = parameter_names(modules)
+    parts = {}
+    for name, part in state.items():
+        parts[name] = (
+            _module(name, modules[name], arrays)
+            if name in modules
+            else _part(name, part, arrays, names, state)
+        )
     return parts, arrays
 
 
 def _part(
     name: str, part: Any, arrays: Arrays, names: "dict[int, Named]", state: Mapping[str, Any]
 ) -> Any:
-    if isinstance(part, nn.Module):
-        return _module(name, part, arrays)
     if isinstance(part, torch.optim.Optimizer):
         return _optimizer(name, part, arrays, names)
     if isinstance(part, torch.Generator):
@@ -145,8 +154,17 @@ def is_stateful(part: Any) -> bool:
 # --- Modules --------------------------------------------------------------------------------------
 
 
-def module_items(module: nn.Module) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """A module's parameters and persistent buffers by name, and what else its state dict has."""
+ModuleItems = tuple[dict[str, Entry], dict[str, Any]]
+"""A module's parameters and persistent buffers by name, and what else its state dict has."""
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, ModuleItems]:
+    """What the modules of a state have, by the part's name."""
+    return {name: module_items(part) for name, part in state.items() if isinstance(part, nn.Module)}
+
+
+def module_items(module: nn.Module) -> ModuleItems:
+    """What a module has."""
     rows = _rows(module)
     tensors: dict[str, Entry] = {}
     others: dict[str, Any] = {}
@@ -179,8 +197,8 @@ def _rows(module: nn.Module) -> dict[str, Entry]:
     return found
 
 
-def _module(path: str, module: nn.Module, arrays: Arrays) -> dict[str, Any]:
-    tensors, others = module_items(module)
+def _module(path: str, items: ModuleItems, arrays: Arrays) -> dict[str, Any]:
+    tensors, others = items
     made = {n: arrays.pack(joined(path, n), e.tensor, e.row) for n, e in tensors.items()}
     return made | {n: plain.encode(joined(path, n), v, arrays.pack) for n, v in others.items()}
 
@@ -201,18 +219,21 @@ class Named:
     is_stacked: bool = False
 
 
-def parameter_names(state: Mapping[str, Any]) -> dict[int, Named]:
-    """The names of all parameters of the modules in a state, by their ids."""
+def parameter_names(modules: Mapping[str, ModuleItems]) -> dict[int, Named]:
+    """The names of all parameters of modules, by their ids.
+
+    Args:
+        modules: what each part has that is one.
+    """
     found: dict[int, Named] = {}
     stacked: dict[int, dict[int, str]] = {}
-    for part, module in state.items():
-        if isinstance(module, nn.Module):
-            for name, entry in module_items(module)[0].items():
-                if entry.row is None:
-                    found.setdefault(id(entry.tensor), Named((f"{part}.{name}",)))
-                else:
-                    rows = stacked.setdefault(id(entry.tensor), {})
-                    rows.setdefault(entry.row, f"{part}.{name}")
+    for part, (tensors, _) in modules.items():
+        for name, entry in tensors.items():
+            if entry.row is None:
+                found.setdefault(id(entry.tensor), Named((f"{part}.{name}",)))
+            else:
+                rows = stacked.setdefault(id(entry.tensor), {})
+                rows.setdefault(entry.row, f"{part}.{name}")
     for key, rows in stacked.items():
         found[key] = Named(tuple(rows[i] for i in sorted(rows)), is_stacked=True)
     return found

@@ -1,10 +1,11 @@
 """What a folder of checkpoints holds: its whole steps, and whose they are."""
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from spmd_core.checkpoint.remote import WHOLE, Folder
+from spmd_core.checkpoint.remote import WHOLE, Folder, RemotePath
 from spmd_core.errors import CheckpointError
 
 IDENTITY_FILE = "run.json"
@@ -19,6 +20,13 @@ def whole_steps(folder: Folder) -> list[int]:
         for path in folder.iterdir()
         if path.name.isdecimal() and (path / WHOLE).is_file()
     )
+
+
+def is_whole(folder: Folder, step: int) -> bool:
+    """Whether a step is whole on the disk now."""
+    if isinstance(folder, RemotePath):
+        return (folder / str(step) / WHOLE).is_file()
+    return os.path.isfile(os.path.join(folder, str(step), WHOLE))  # a save waits for it
 
 
 def listed(folder: Folder) -> str:

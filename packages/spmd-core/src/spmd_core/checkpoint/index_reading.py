@@ -120,8 +120,8 @@ class _Block:
 
     def numbers(self, count: int) -> list[int]:
         """The next numbers, by 7 bits a byte, the lowest first."""
-        if count < 1:
-            return []
+        if count < 8:  # without numpy, whose calls would take longer
+            return [self._number() for _ in range(count)]
         data = np.frombuffer(self._data, np.uint8)[self._at : self._at + 10 * count]
         ends = np.flatnonzero(data < 0x80)[:count]  # the highest bit says that more follow
         if len(ends) < count:
@@ -133,6 +133,13 @@ class _Block:
         bits = (data & 0x7F).astype(np.uint64) << (7 * place).astype(np.uint64)
         found: list[int] = np.add.reduceat(bits, starts).tolist()
         return found
+
+    def _number(self) -> int:
+        found = shift = 0
+        while (byte := self.byte()) >= 0x80:
+            found |= (byte & 0x7F) << shift
+            shift += 7
+        return found | byte << shift
 
     def files(self) -> list[str]:
         """A table of files, whose paths are in the database's folder."""

@@ -31,7 +31,7 @@ from spmd_core.checkpoint.staging import Memory, Staged, staged
 from spmd_core.checkpoint.store import Reader
 from spmd_core.checkpoint.writer import RemoteWriter, Writer
 from spmd_core.errors import CheckpointError
-from spmd_core.runtime import host_memory, processes, watch
+from spmd_core.runtime import collection, host_memory, processes, watch
 from spmd_core.steps.structures import raise_together
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
@@ -206,19 +206,19 @@ class CheckpointManager:
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._retention.check(values)
         self.wait()
-        if step in self.all_steps():
+        if steps.is_whole(self._folder, step):
             raise CheckpointError(
                 f"a step is saved once; {self._folder} has step {step}. Its steps are "
                 f"{self._listed()}. Save a later step, or write into another folder."
             )
-        saved, arrays = packed(state)
-        random = arrays.pack("random", torch.get_rng_state())
         if "random" in state:
             raise CheckpointError(
                 "'random' is the name of the state of torch's generator, which is saved with each "
                 "state; got a part of that name. Rename it."
             )
-        with progress.shown(f"copying step {step} from the devices"):
+        with progress.shown(f"copying step {step} from the devices"), collection.paused():
+            saved, arrays = packed(state)
+            random = arrays.pack("random", torch.get_rng_state())
             copies = staged(arrays.entries, self._memory)
         about = {
             "format": FORMAT,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spmd_core.checkpoint import entries, plain
-from spmd_core.checkpoint.entries import OPTIMIZER, Entry, Named
+from spmd_core.checkpoint.entries import OPTIMIZER, Entry, ModuleItems, Named
 from spmd_core.checkpoint.plain import KIND, TENSOR, joined
 from spmd_core.checkpoint.restoring import Node, Restoration
 from spmd_core.errors import CheckpointError
@@ -27,12 +27,15 @@ def plan(
         restoration: gets what is to be done, and what is missing.
     """
     entries.check_names(state)
-    names = entries.parameter_names(state)
+    modules = entries.modules_of(state)
+    names = entries.parameter_names(modules)
     restoration.extra += [name for name in saved if name not in state]
     result = dict(state)
     for name, part in state.items():
         if name not in saved:
             restoration.missing.append(name)
+        elif isinstance(part, nn.Module):
+            _module(name, part, modules[name], saved[name], restoration)
         else:
             result[name] = _part(name, part, saved[name], names, state, restoration)
     restoration.leave_partly()
@@ -47,9 +50,7 @@ def _part(
     state: Mapping[str, Any],
     restoration: Restoration,
 ) -> Any:
-    if isinstance(part, nn.Module):
-        _module(name, part, saved, restoration)
-    elif isinstance(part, torch.optim.Optimizer):
+    if isinstance(part, torch.optim.Optimizer):
         by_group = entries.optimizer_names(name, part, names)
         _Optimizer(name, saved, by_group, restoration).into(part)
     elif isinstance(part, torch.Generator):
@@ -114,11 +115,13 @@ def _value(path: str, current: Any, saved: Any, restoration: Restoration) -> Any
 # --- Modules --------------------------------------------------------------------------------------
 
 
-def _module(path: str, module: nn.Module, saved: Any, restoration: Restoration) -> None:
+def _module(
+    path: str, module: nn.Module, items: ModuleItems, saved: Any, restoration: Restoration
+) -> None:
     if not isinstance(saved, Mapping) or KIND in saved:
         restoration.problems.append(f"no module's state: {path}")
         return
-    tensors, others = entries.module_items(module)
+    tensors, others = items
     own = {identity(t) for t in (*module.parameters(), *module.buffers())}
     loaded: dict[str, Any] = {}
     groups: dict[Any, list[str]] = {}

@@ -6,6 +6,7 @@ again, as there is no memory for values before and after.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,8 +180,12 @@ class Restoration:
             assert isinstance(target._handle, Storage)
             value = fill.value or self._value(fill, target._handle)
             fill.value = None
+            is_replaced = target._handle.value.data is not None
             with lock:
                 target._handle.write(value)
+            if is_replaced:
+                # jaxlib gives back what arrays used of numpy's memory when Python collects.
+                gc.collect(0)
         elif not fill.is_filled:
             with torch.no_grad():
                 self._fill(fill, [(_all(target), target.detach())])

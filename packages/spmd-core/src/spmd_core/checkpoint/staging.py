@@ -8,7 +8,7 @@ again; elsewhere, in what jax allocates for a transfer.
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -59,42 +59,110 @@ class _Source:
     row: int | None
 
 
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block that this process writes.
+
+    Attributes:
+        device: that has it.
+        row: which row of the device's data has it; None: all of it.
+        inside: the slices of it there, without padding; None: there is no padding.
+        index: the slices that it has in the array.
+    """
+
+    device: jax.Device
+    row: int | None
+    inside: tuple[slice, ...] | None
+    index: tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What this process writes of an array: the same object in each save of a run."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    blocks: tuple[_Block, ...]
+
+
 class Memory:
     """Host memory for copies, which the next save uses again."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
         self._taken: list[np.ndarray] = []
-        self._copies: list[Callable[[], None]] = []
+        # The arrays of the last save and of this one by name, where they follow a plan.
+        self._kept: dict[str, tuple[_Plan, Staged]] = {}
+        self._staged: dict[str, tuple[_Plan, Staged]] = {}
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         self._threads = Threads(min(4, os.cpu_count() or 1) - 1, "checkpoint-copy")
+
+    def expect(self, plans: Mapping[str, _Plan]) -> None:
+        """Begins a save of arrays by these plans. Memory of all others is free for it."""
+        for name, (plan, array) in [*self._kept.items()]:
+            if plans.get(name) is not plan:
+                del self._kept[name]
+                for _, block in array.blocks:
+                    memory = block.reshape(-1).view(np.uint8)
+                    self._free.setdefault(memory.nbytes, []).append(memory)
+
+    def array(self, name: str, plan: _Plan, blocks: Sequence[np.ndarray]) -> Staged:
+        """Memory for copies of an array's blocks, which `finish` makes.
+
+        Args:
+            name: of the array.
+            plan: of `expect`. The array that the last save had by it is used again.
+            blocks: the data of its blocks.
+        """
+        if name in self._kept:
+            _, found = self._kept.pop(name)
+            for (_, copy), block in zip(found.blocks, blocks):
+                self._add(copy, block)
+        else:
+            copies = [self._copy(block) for block in blocks]
+            indices = (block.index for block in plan.blocks)
+            found = Staged(plan.shape, plan.dtype, plan.chunks, [*zip(indices, copies)])
+        self._staged[name] = plan, found
+        return found
 
     def copy(self, data: np.ndarray) -> np.ndarray:
         """Memory for a copy, contiguous, which `finish` makes."""
+        copy = self._copy(data)
+        self._taken.append(copy)
+        return copy
+
+    def _copy(self, data: np.ndarray) -> np.ndarray:
         free = self._free.get(data.nbytes)
         memory = free.pop() if free else _new(data.nbytes)
-        self._taken.append(memory)
-        copy = memory.view(data.dtype).reshape(data.shape) if data.size else np.array(data)
-        for to, of in zip(_pieces(copy), _pieces(data)):
-            self._copies.append(functools.partial(np.copyto, to, of))
+        copy = memory.view(data.dtype).reshape(data.shape)
+        self._add(copy, data)
         return copy
+
+    def _add(self, copy: np.ndarray, data: np.ndarray) -> None:
+        if data.nbytes <= _COPY_BYTES:
+            self._copies.append((copy, data))
+        else:
+            self._copies += zip(_pieces(copy), _pieces(data))
 
     def finish(self) -> None:
         """Makes all copies: by several threads, as the devices wait."""
         copies, self._copies = self._copies, []
-        self._threads.all(copies, here=True)
+        self._threads.all([functools.partial(np.copyto, *each) for each in copies], here=True)
 
     def reuse(self) -> None:
         """Frees what no copy of the last save took, and has the next save use the rest again."""
         self._free = {}
-        for memory in self._taken:
+        for copy in self._taken:
+            memory = copy.reshape(-1).view(np.uint8)
             self._free.setdefault(memory.nbytes, []).append(memory)
+        self._kept, self._staged = self._staged, {}
         self._taken, self._copies = [], []
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:
     """An array in pieces that threads copy, along its first dim."""
-    num = -(-array.nbytes // _COPY_BYTES)
-    return [array] if num < 2 else np.array_split(array, min(num, len(array)))
+    return np.array_split(array, min(-(-array.nbytes // _COPY_BYTES), len(array)))
 
 
 def _new(num_bytes: int) -> np.ndarray:
@@ -104,8 +172,18 @@ def _new(num_bytes: int) -> np.ndarray:
 class Views(Memory):
     """Takes no copies: of data that nothing changes until it is written, such as mapped files."""
 
+    def expect(self, plans: Mapping[str, _Plan]) -> None:
+        """Keeps nothing."""
+
+    def array(self, name: str, plan: _Plan, blocks: Sequence[np.ndarray]) -> Staged:
+        indices = (block.index for block in plan.blocks)
+        return Staged(plan.shape, plan.dtype, plan.chunks, [*zip(indices, blocks)])
+
     def copy(self, data: np.ndarray) -> np.ndarray:
         return data
+
+
+_VIEWS = Views()
 
 
 def staged(entries: Mapping[str, Entry], memory: Memory) -> dict[str, Staged]:
@@ -115,13 +193,25 @@ def staged(entries: Mapping[str, Entry], memory: Memory) -> dict[str, Staged]:
         DeviceMemoryError, ProgramError, IndexRangeError: of the programs that compute it.
     """
     sources = {name: _source(entry) for name, entry in entries.items()}
+    plans = {
+        name: _planned(
+            name,
+            entries[name].shape,
+            source.array.shape,
+            source.array.sharding,
+            source.row,
+            np.dtype(source.array.dtype),
+        )
+        for name, source in sources.items()
+        if isinstance(source, _Source)
+    }
     in_flight.programs.wait_all()
     found = {}
     try:
+        memory.expect(plans)
         for name, source in sources.items():
-            entry = entries[name]
             if isinstance(source, _Source):
-                found[name] = _from_devices(name, source, entry.shape, memory)
+                found[name] = _from_devices(name, source, plans[name], memory)
             else:
                 found[name] = _from_host(source, memory)
         memory.finish()
@@ -157,8 +247,8 @@ def _planned(
     stored_shape: tuple[int, ...],
     sharding: jax.sharding.Sharding,
     row: int | None,
-    itemsize: int,
-) -> tuple[tuple[int, ...], list[tuple[jax.Device, int, blocks.Bounds]]]:
+    dtype: np.dtype,
+) -> _Plan:
     """What this process writes of an array, which is the same in each save of a run.
 
     Args:
@@ -167,16 +257,13 @@ def _planned(
         stored_shape: of the array on the devices.
         sharding: of that.
         row: which of its rows is saved; None: all of it.
-        itemsize: bytes of an element.
-
-    Returns:
-        The shape of chunks; and for each block its device, the row there, and its bounds.
+        dtype: numpy's.
     """
     block = sharding.shard_shape(stored_shape)
-    chunks = blocks.chunk_shape(block if row is None else block[1:], shape, itemsize)
+    chunks = blocks.chunk_shape(block if row is None else block[1:], shape, dtype.itemsize)
     found = []
     for own in blocks.owned(name, stored_shape, sharding):
-        bounds, first = own.bounds, 0
+        bounds, first = own.bounds, None
         if row is not None:
             (start, stop), *rest = bounds
             if not start <= row < stop:
@@ -185,30 +272,28 @@ def _planned(
         inside = blocks.clipped(bounds, shape)
         if 0 not in shape and any(a == b for a, b in inside):
             continue  # padding alone
-        found.append((own.device, first, inside))
-    return chunks, found
+        there = tuple(slice(b - a) for a, b in inside)
+        index = tuple(slice(a, b) for a, b in inside)
+        found.append(_Block(own.device, first, None if inside == bounds else there, index))
+    return _Plan(shape, dtype, chunks, tuple(found))
 
 
-def _from_devices(name: str, source: _Source, shape: tuple[int, ...], memory: Memory) -> Staged:
-    array, row = source.array, source.row
-    dtype = np.dtype(array.dtype)
-    chunks, planned = _planned(name, shape, array.shape, array.sharding, row, dtype.itemsize)
-    shards = {shard.device: shard for shard in array.addressable_shards}
-    mine = [(shards[device].data, first, inside) for device, first, inside in planned]
+def _from_devices(name: str, source: _Source, plan: _Plan, memory: Memory) -> Staged:
+    shards = {shard.device: shard.data for shard in source.array.addressable_shards}
     # On the CPU, numpy's array is the device's memory.
     is_cpu = devices.platform() == "cpu"
     if not is_cpu:
-        for data, *_ in mine:
-            data.copy_to_host_async()
-    copies = []
-    for data, first, inside in mine:
-        host = np.asarray(data)
-        if row is not None:
-            host = host[first]
-        host = host[tuple(slice(b - a) for a, b in inside)]
-        host = memory.copy(host) if is_cpu else np.ascontiguousarray(host)
-        copies.append((tuple(slice(a, b) for a, b in inside), host))
-    return Staged(shape, dtype, chunks, copies)
+        for block in plan.blocks:
+            shards[block.device].copy_to_host_async()
+    found = []
+    for block in plan.blocks:
+        host = np.asarray(shards[block.device])
+        if block.row is not None:
+            host = host[block.row]
+        if block.inside is not None:
+            host = host[block.inside]
+        found.append(host if is_cpu else np.ascontiguousarray(host))
+    return (memory if is_cpu else _VIEWS).array(name, plan, found)
 
 
 def _from_host(tensor: torch.Tensor, memory: Memory) -> Staged:

@@ -1,9 +1,7 @@
 """Lowers a graph to StableHLO, with the shardings of its inputs, marks and results."""
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from spmd_core.program.passes.folded_layers import why_unfolded
 from spmd_core.program.program_graph import Growth, RecordedGraph, stored_shape
 from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.target import Target
+from spmd_core.runtime import collection
 from spmd_core.runtime.jax_sharding import replicated
 
 
@@ -75,7 +74,7 @@ def lower(
     """
     start = time.perf_counter()
     with (
-        _without_collection(),
+        collection.paused(),  # what a trace makes lives until its end
         jax.enable_x64(True),
         counters.timed(counters.Activity.TRACING),
     ):
@@ -170,18 +169,3 @@ def _at_size(
         found = in_safe_forms(function, arguments, fold.splits)
     *results, token = function(arguments) if found is None else found
     return results, token
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside, Python's garbage collector is off.
-
-    A trace makes many objects that live until its end, which the collector would scan repeatedly.
-    """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()

@@ -3,7 +3,7 @@
 import functools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -343,6 +343,36 @@ def put(block: torch.Tensor, holders: Sequence[jax.Device]) -> list[jax.Array]:
     for array in arrays:
         wait_for(array)
     return arrays
+
+
+def put_together(
+    blocks: Mapping[tuple[tuple[int, int], ...], torch.Tensor],
+    jax_sharding: jax.sharding.Sharding,
+    padded_shape: tuple[int, ...],
+) -> jax.Array:
+    """Host data on all of this process's devices at once, as one array. Waits for the transfers.
+
+    On the CPU, the array may use the blocks' memory: the caller must not write to it any more.
+
+    Args:
+        blocks: by their bounds, as `blocks_of` has them.
+        jax_sharding: of the array.
+        padded_shape: of the array.
+    """
+    if abstract.run() is not None:
+        dtype = next(iter(blocks.values())).dtype
+        return abstract.array(padded_shape, dtypes.to_jax(dtype), jax_sharding)
+    data = {bounds: dtypes.numpy_view(block) for bounds, block in blocks.items()}
+    counters.count("uploads")
+    counters.count("uploaded_bytes", sum(each.nbytes for each in data.values()))
+
+    def block(index: Any) -> np.ndarray:
+        return data[tuple(s.indices(n)[:2] for s, n in zip(index, padded_shape))]
+
+    with jax.enable_x64(True):
+        array = jax.make_array_from_callback(padded_shape, jax_sharding, block)
+    wait_for(array)
+    return array
 
 
 def joined(

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -16,7 +16,7 @@ from spmd_core.arguments import require_kind
 from spmd_core.errors import ShardError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Handle, Storage
-from spmd_core.graph.values import Value
+from spmd_core.graph.values import Spec, Value
 from spmd_core.program import execution, leaves
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers, devices, in_flight
@@ -141,6 +141,8 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
 
 # A block in host memory that is to be filled: where it lies in the tensor, and the memory.
 Part = tuple[tuple[slice, ...], torch.Tensor]
+# A start and a stop for each dim of a tensor, with padding.
+_Bounds = tuple[tuple[int, int], ...]
 
 
 def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], None]) -> None:
@@ -178,23 +180,33 @@ def filled(storage: Storage, read: Callable[[Sequence[Part]], None], *, host_byt
     stored_shape = padded_shape(spec, placement.sharding)
     blocks = buffers.blocks_of(placement.device_sharding, stored_shape)
     each = max((math.prod(b - a for a, b in bounds) for bounds in blocks), default=1)
-    is_all = host_bytes > 0 and devices.platform() == "cpu"
-    num = len(blocks) if is_all else host_bytes // max(1, each * spec.dtype.itemsize)
-    arrays = []
-    items, num = [*blocks.items()], max(1, num)
-    for start in range(0, len(items), num):
-        parts, made = [], []
-        for bounds, holders in items[start : start + num]:
-            inside = _inside(bounds, spec.shape)
-            block = buffers.host_block([b - a for a, b in bounds], spec.dtype)
-            parts.append((inside, block[tuple(slice(s.stop - s.start) for s in inside)]))
-            made.append((block, holders))
-        read(parts)
-        for block, holders in made:
-            arrays += buffers.put(block, holders)
-    with lock:
+    if host_bytes > 0 and devices.platform() == "cpu" and blocks:
+        array = buffers.put_together(
+            _read(read, blocks, spec), placement.device_sharding, stored_shape
+        )
+    else:
+        arrays, items = [], [*blocks]
+        num = max(1, host_bytes // max(1, each * spec.dtype.itemsize))
+        for start in range(0, len(items), num):
+            for bounds, block in _read(read, items[start : start + num], spec).items():
+                arrays += buffers.put(block, blocks[bounds])
         array = buffers.joined(arrays, placement.device_sharding, stored_shape, spec.dtype)
+    with lock:
         return Value.leaf(spec, array, placement, None)
+
+
+def _read(
+    read: Callable[[Sequence[Part]], None], blocks: Iterable[_Bounds], spec: Spec
+) -> dict[_Bounds, torch.Tensor]:
+    """Blocks in host memory, with what was read and zeros as padding."""
+    made, parts = {}, []
+    for bounds in blocks:
+        inside = _inside(bounds, spec.shape)
+        block = buffers.host_block([b - a for a, b in bounds], spec.dtype)
+        parts.append((inside, block[tuple(slice(s.stop - s.start) for s in inside)]))
+        made[bounds] = block
+    read(parts)
+    return made
 
 
 def local_blocks(storage: Storage) -> list[tuple[slice, ...]]:
