@@ -22,6 +22,7 @@ from spmd_core.auto.mode import sharded
 from spmd_core.auto.step_graph import StepGraph
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Value
 from spmd_core.planner.topology import present
 from spmd_core.program import automatic, tensor_names
 from spmd_core.program.planning import CutPlan
@@ -80,3 +81,6 @@ class _Chosen:
 
     def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
         return live
+
+    def waits(self, value: Value) -> bool:
+        return False

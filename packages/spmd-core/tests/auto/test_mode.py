@@ -15,6 +15,7 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.errors import AutoShardingError
 from spmd_core.marks import dtensor
 from spmd_core.metrics import utilisation
+from spmd_core.ops.barrier import BARRIER
 from spmd_core.planner.planned import values
 from spmd_core.program import automatic, execution, initial_state
 
@@ -229,6 +230,32 @@ def test_the_state_of_large_drawn_weights_is_an_input_of_the_first_search(search
     (searched,) = searches_of
     # The weight, its moments and its number of steps.
     assert len(searched.updated) == 4 * len([*model.parameters()])
+    steps = [x for x in spmd.metrics.programs() if x.num_ops > 15 and x.executions]
+    assert [x.executions for x in steps] == [3]
+
+
+@pytest.mark.usefixtures("nothing_pending")
+def test_layers_of_a_drawn_model_that_compute_again_are_searched_once(searches_of):
+    """Weights that wait are read as those in memory are, and not through barriers."""
+    inputs = torch.randn(8, 32), torch.arange(8) % 32
+    spmd.use_spmd()
+    reference = drawn_on("xla")
+    spmd.sync()
+    eager = drawn_on("cpu")
+    eager.load_state_dict({name: x.cpu() for name, x in reference.state_dict().items()})
+    options = {"fused": True, "eps": 1e-3, "lr": 1e-3}
+    expected = losses(training(eager, **options).step, inputs)
+    spmd.use_spmd(auto=True)
+    model = drawn_on("xla")
+    for layer in model:
+        spmd.checkpoint_module(layer)
+    spmd.sync()
+    own = training(model, **options)
+    found = losses(own.step, [x.to("xla") for x in inputs])
+    assert found == pytest.approx(expected, **CLOSE)
+    (searched,) = searches_of
+    barriers = [n for n in searched.recorded.nodes if n.entry.name == BARRIER]
+    assert barriers and all(n.inputs[0] >= 0 for n in barriers)
     steps = [x for x in spmd.metrics.programs() if x.num_ops > 15 and x.executions]
     assert [x.executions for x in steps] == [3]
 

@@ -19,6 +19,7 @@ from spmd_core.auto.waiting_draws import WaitingDraws, as_inputs, draw
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.planner.planned import FoundShardings
 from spmd_core.planner.topology import Topology, present
@@ -32,7 +33,7 @@ from spmd_core.sharding.mesh import Mesh
 _log = logging.getLogger(__name__)
 # How many candidates are compiled for the first program; later ones keep its mesh and shardings,
 # and take the best by the model of what was asked for where the first one's was found.
-_MOST_COMPILED = 3
+_MOST_COMPILED = 4
 _MOST_KNOWN = 256
 
 
@@ -102,6 +103,10 @@ class Automatic:
             draw(draws)
         self._draws = None
         return [storage for storage in live if storage.value.data is None]
+
+    def waits(self, value: Value) -> bool:
+        """See `automatic.Search`: draws do, until the first search."""
+        return self._draws is not None and value in self._draws
 
     def _is_here(self) -> bool:
         """Whether programs are now those that this is about: of a plan, or those that run."""

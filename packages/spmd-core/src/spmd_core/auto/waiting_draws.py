@@ -39,6 +39,9 @@ class WaitingDraws:
                 now.append(storage)
         return now
 
+    def __contains__(self, value: Value) -> bool:
+        return value in self._storages
+
     def pending(self) -> dict[Value, Storage]:
         """Those that still wait and that a tensor refers to."""
         found = {value: ref() for value, ref in self._storages.items() if value.data is None}

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Value
 
 Plan = TypeVar("Plan")
 
@@ -28,6 +29,9 @@ class Search(Protocol):
             wanted: one that is about to be read; None for none.
         """
 
+    def waits(self, value: Value, /) -> bool:
+        """Whether a pending value is computed apart, before the program that will read it."""
+
 
 # Guarded by: the graph lock. Cleared by: `use_spmd()`.
 search: Search | None = None
@@ -44,6 +48,11 @@ def searched(planned: Callable[[], Plan]) -> Plan:
 def ready(live: list[Storage], wanted: Storage | None) -> list[Storage]:
     """The storages of a cut that it computes; all without automatic sharding."""
     return live if search is None or not live else search.ready(live, wanted)
+
+
+def is_input(value: Value) -> bool:
+    """Whether a value is an input of the program that reads it: data, or what waits for it."""
+    return value.data is not None or (search is not None and search.waits(value))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import Entry, OpResult, Value
 from spmd_core.ops.barrier import BARRIER
+from spmd_core.program import automatic
 from spmd_core.recording.calls import known
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
@@ -49,7 +50,8 @@ class _Recomputation:
         node = value.parent or value
         if value.data is None and node in self._own:
             return value
-        if value.data is not None and not any(value is a for a in self._arguments):
+        # Weights that are drawn once a search has their shardings are inputs by then.
+        if automatic.is_input(value) and not any(value is a for a in self._arguments):
             return value
         found = self._apart.get(value)
         if found is None:
