@@ -15,9 +15,23 @@ from spmd_core.program.compilation import build
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
 
-def test_with_whole_parameters_nothing_is_marked():
+@pytest.mark.parametrize(
+    "options",
+    [{"fused": True}, {"make": torch.optim.SGD, "momentum": 0.9, "foreach": False}],
+    ids=["adamw", "momentum"],
+)
+def test_with_whole_parameters_the_sum_of_a_shared_weights_gradients_is_marked(options):
+    """What the embedding and the logits give it is added before it is summed over devices."""
+
+    def read(recorded, groups, found):
+        ((tensor, sharding),) = found.marks
+        assert found.gradients == {tensor} and sharding.is_replicated
+        maker = groups.step.operations[groups.step.makers[tensor]]
+        of_table = {words(vocabulary=512, width=256)[0].table.weight.shape}
+        return maker.entry.name, {groups.step.tensors[tensor].spec.shape} == of_table
+
     mesh = spmd.Mesh(range(8), (8,), ("data",))
-    assert chosen(Kind.DATA, mesh, lambda r, g, s: len(s.marks)) == 0
+    assert chosen(Kind.DATA, mesh, read, **options) == ("aten::add.Tensor", True)
 
 
 def test_gradients_of_split_parameters_are_marked():

@@ -20,6 +20,8 @@ from spmd_core.runtime.jax_sharding import jax_axis_names, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 
+_ADD = "aten::add.Tensor"
+
 
 @dataclass(frozen=True)
 class Shardings:
@@ -154,8 +156,8 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
         if step.tensors[tensor].spec.num_elements == 1:
             continue
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
-            tensor = _as_updated(groups, tensor)
-            if sharding(tensor).is_replicated:
+            tensor, is_sum = _as_updated(groups, tensor)
+            if sharding(tensor).is_replicated and not is_sum:
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
@@ -222,17 +224,43 @@ def _is_heavy_result(groups: Groups, tensor: int) -> bool:
     return maker is not None and not groups.step.operations[maker].is_light
 
 
-def _as_updated(groups: Groups, tensor: int) -> int:
-    """A gradient in the form in which it is read: the last of the views that follow on it."""
-    step = groups.step
+def _as_updated(groups: Groups, tensor: int) -> tuple[int, bool]:
+    """A gradient in the form in which it is read: the last of the views and sums that follow on it.
+
+    A weight that is read twice, as an embedding's by the logits, has a sum of two gradients: each
+    device adds its parts before these are summed over the devices.
+
+    Returns:
+        That tensor, and whether it is a sum.
+    """
+    step, is_sum = groups.step, False
     while True:
         readers = step.readers[tensor]
         if len(readers) != 1:
-            return tensor
+            return tensor, is_sum
         operation = step.operations[readers[0]]
-        if operation.entry.traits.elements > Elements.PERMUTED or len(operation.results) != 1:
-            return tensor
-        tensor = operation.results[0][0]
+        is_added = operation.entry.name == _ADD and all(
+            _is_of_products(groups, t) for t, _ in operation.operands
+        )
+        is_view = operation.entry.traits.elements <= Elements.PERMUTED
+        if not (is_added or is_view) or len(operation.results) != 1:
+            return tensor, is_sum
+        tensor, is_sum = operation.results[0][0], is_sum or is_added
+
+
+def _is_of_products(groups: Groups, tensor: int) -> bool:
+    """Whether a tensor is a result of products and the like, or of views and sums of those."""
+    step = groups.step
+    maker = step.makers[tensor]
+    if maker is None:
+        return False
+    operation = step.operations[maker]
+    if not operation.is_light:
+        return True
+    is_view = operation.entry.traits.elements <= Elements.PERMUTED
+    return (is_view or operation.entry.name == _ADD) and all(
+        _is_of_products(groups, t) for t, _ in operation.operands
+    )
 
 
 def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
