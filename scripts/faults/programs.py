@@ -110,10 +110,10 @@ FAULTS = (
         "donate_argnums=()",
     ),
     Fault(
-        "spmd_core/program/planning.py",
+        "spmd_core/program/absent_programs.py",
         "the cache's key lacks the donated inputs: it frees held buffers",
-        "return compile_cache.making(self.key, self",
-        "return compile_cache.making(self.key._replace(donated=()), self",
+        "compile_cache.making(planned.key, planned",
+        "compile_cache.making(planned.key._replace(donated=()), planned",
     ),
     Fault(
         "spmd_core/program/fold.py",

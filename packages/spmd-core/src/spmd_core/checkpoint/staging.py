@@ -183,9 +183,6 @@ class Views(Memory):
         return data
 
 
-_VIEWS = Views()
-
-
 def staged(entries: Mapping[str, Entry], memory: Memory) -> dict[str, Staged]:
     """This process's part of a state, copied to host memory. Cuts, and waits for the devices.
 
@@ -293,7 +290,7 @@ def _from_devices(name: str, source: _Source, plan: _Plan, memory: Memory) -> St
         if block.inside is not None:
             host = host[block.inside]
         found.append(host if is_cpu else np.ascontiguousarray(host))
-    return (memory if is_cpu else _VIEWS).array(name, plan, found)
+    return (memory if is_cpu else Views()).array(name, plan, found)
 
 
 def _from_host(tensor: torch.Tensor, memory: Memory) -> Staged:

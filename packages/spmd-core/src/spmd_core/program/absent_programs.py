@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from spmd_core.graph.recorders import lock
+from spmd_core.program import compile_cache
 from spmd_core.program.compilation import Making, compile_lowered, completed
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.growing_program import Bounded
@@ -55,9 +56,11 @@ class AbsentProgram:
 
     def making(self) -> Making:
         """Makes the program, and puts it into the cache."""
-        if self.bounded is not None:
-            return self.bounded.making(self.planned.name)
-        return self.planned.making()
+        planned, bounded = self.planned, self.bounded
+        if bounded is None:
+            return compile_cache.making(planned.key, planned.graph, planned.name)
+        name = bounded.name(planned.name)
+        return compile_cache.making(bounded.key, lambda: bounded.graph, name)
 
 
 def compile_all(absent: Sequence[AbsentProgram]) -> Ready:

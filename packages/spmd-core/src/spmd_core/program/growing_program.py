@@ -29,7 +29,6 @@ from spmd_core.program.affine_sizes import (
     growing_arrays,
     shape_of,
 )
-from spmd_core.program.compilation import Making
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.lower import jaxpr
 from spmd_core.program.padded_arrays import Capacity
@@ -81,13 +80,10 @@ class Bounded:
 
     def program(self, name: str) -> Program:
         """The program, from the cache or newly compiled; its name is this one with the bound."""
-        return compile_cache.get(self.key, lambda: self.graph, self._name(name))
+        return compile_cache.get(self.key, lambda: self.graph, self.name(name))
 
-    def making(self, name: str) -> Making:
-        """Makes the program, which is not in the cache (`compile_cache.making`)."""
-        return compile_cache.making(self.key, lambda: self.graph, self._name(name))
-
-    def _name(self, name: str) -> str:
+    def name(self, name: str) -> str:
+        """The program's name, for a cut of this name."""
         return f"{name}_{self.key.bound}"
 
 

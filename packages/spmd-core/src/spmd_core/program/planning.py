@@ -23,7 +23,6 @@ from spmd_core.program import (
     small_state,
     stacked_state,
 )
-from spmd_core.program.compilation import Making
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
@@ -118,10 +117,6 @@ class CutPlan:
     def program(self) -> Program:
         """The program, from the cache or newly compiled."""
         return compile_cache.get(self.key, self.graph, self.name)
-
-    def making(self) -> Making:
-        """Makes the program, which is not in the cache (`compile_cache.making`)."""
-        return compile_cache.making(self.key, self.graph, self.name)
 
 
 def plan(
