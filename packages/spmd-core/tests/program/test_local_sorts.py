@@ -78,6 +78,15 @@ def test_values_and_gradients_on_a_mesh_of_two_axes(mesh_2d, data, weights):
     check(experts, given, marked(given, mesh_2d, data, **weights))
 
 
+def test_no_device_asks_which_one_it_is(mesh_2d):
+    """XLA's partitioner refuses that in some programs over a mesh of further axes."""
+    given = tensors()
+    found = gradients(experts, marked(given, mesh_2d, DATA, **COLUMNS))
+    text = spmd.debugging.stablehlo(*(t for t in found if t is not None))
+    assert num_local(*found) and "sdy.manual_computation" in text
+    assert "partition_id" not in text
+
+
 def test_no_tokens_move_under_data_parallelism(mesh_1d):
     given = tensors()
     check(experts, given, marked(given, mesh_1d, "x"))

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd_core.graph.values import Entry, Spec
@@ -60,22 +59,23 @@ class RowParts:
         dims: Sequence[int | None],
         result_dims: Sequence[int | None],
     ) -> Callable[..., list[jax.Array]]:
-        """Has each device apply `function(arrays)` to its parts.
+        """Has each device apply `function(part, arrays)` to its parts.
 
         Args:
-            function: takes and returns arrays.
+            function: takes the number of the part and arrays, and returns arrays.
             dims: for each array, the dim that has the rows; None if each device needs all of it.
             result_dims: for each result, the dim that has the rows.
         """
-        found: Callable[..., list[jax.Array]] = jax.shard_map(
-            function,
+        mapped = jax.shard_map(
+            lambda parts, arrays: function(parts[0], arrays),
             mesh=jax_mesh(self.mesh),
-            in_specs=([self.split(d) for d in dims],),
+            in_specs=(self.split(0), [self.split(d) for d in dims]),
             out_specs=[self.split(d) for d in result_dims],
             axis_names={*self.names},
             check_vma=False,
         )
-        return found
+        # Not `lax.axis_index`: the partitioner refuses it where the mesh has further axes.
+        return lambda arrays: mapped(jnp.arange(self.num, dtype=np.int32), arrays)
 
     def part(self, spec: Spec, dim: int | None) -> registry.Out:
         """A part of a result whose dim has the rows."""
@@ -100,14 +100,14 @@ def in_parts(entry: Entry, role: Role, parts: RowParts) -> InsertedEntry:
         outs = (Spec.contiguous((parts.num, *entry.spec.shape), entry.spec.dtype),)
 
     def lowered(context: registry.Context, inputs: list[jax.Array], numbers: Any) -> Any:
-        def local(arrays: list[jax.Array]) -> list[jax.Array]:
+        def local(part: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
             rest = context.num_devices // parts.num
             inner = registry.Context(
                 tuple(parts.part(x, result_dim) for x in entry.outs), context.platform
             )
             if rest > 1:  # the partitioner may split the other dims over these devices
                 inner = replace(inner, num_devices=rest, split_dims=context.split_dims)
-            return _KERNELS[role](inner, parts, arrays, accumulates)
+            return _KERNELS[role](inner, part, arrays, accumulates)
 
         dims, result_dim = _DIMS[role]
         if role is Role.SUMS:
@@ -119,52 +119,53 @@ def in_parts(entry: Entry, role: Role, parts: RowParts) -> InsertedEntry:
     return made
 
 
-# Inside the region, for each role: (context, parts, arrays, whether writes add up) -> results.
+# Inside the region, for each role: (context, the number of the part, arrays, whether writes add up)
+# -> results.
 
 
 def _sort(
-    context: registry.Context, parts: RowParts, arrays: list[jax.Array], accumulates: bool
+    context: registry.Context, part: jax.Array, arrays: list[jax.Array], accumulates: bool
 ) -> list[jax.Array]:
     values, positions = _lowering("aten::sort")(context, *arrays)
-    return [values, positions + _first(parts, len(positions), positions.dtype)]
+    return [values, positions + _first(part, len(positions), positions.dtype)]
 
 
 def _read(
-    context: registry.Context, parts: RowParts, arrays: list[jax.Array], accumulates: bool
+    context: registry.Context, part: jax.Array, arrays: list[jax.Array], accumulates: bool
 ) -> list[jax.Array]:
     x, positions = arrays
-    within = positions - _first(parts, len(x), positions.dtype)
+    within = positions - _first(part, len(x), positions.dtype)
     return [_lowering("aten::index.Tensor")(context, x, [within])]
 
 
 def _write(
-    context: registry.Context, parts: RowParts, arrays: list[jax.Array], accumulates: bool
+    context: registry.Context, part: jax.Array, arrays: list[jax.Array], accumulates: bool
 ) -> list[jax.Array]:
     base, positions, values = arrays
-    within = positions - _first(parts, len(base), positions.dtype)
+    within = positions - _first(part, len(base), positions.dtype)
     return [_lowering("aten::index_put")(context, base, [within], values, accumulates)]
 
 
 def _multiply(
-    context: registry.Context, parts: RowParts, arrays: list[jax.Array], accumulates: bool
+    context: registry.Context, part: jax.Array, arrays: list[jax.Array], accumulates: bool
 ) -> list[jax.Array]:
     a, b, ends = arrays
     return [_lowering(GROUPED)(context, a, b, ends[0])]
 
 
 def _sum(
-    context: registry.Context, parts: RowParts, arrays: list[jax.Array], accumulates: bool
+    context: registry.Context, part: jax.Array, arrays: list[jax.Array], accumulates: bool
 ) -> list[jax.Array]:
-    return [x[None] for x in _multiply(context, parts, arrays, accumulates)]
+    return [x[None] for x in _multiply(context, part, arrays, accumulates)]
 
 
 def _lowering(name: str) -> Callable[..., Any]:
     return registry.lowering_named(name).function
 
 
-def _first(parts: RowParts, num_rows: int, dtype: Any) -> jax.Array:
-    """The number of this device's first row."""
-    return lax.axis_index(parts.names).astype(dtype) * np.asarray(num_rows, dtype)
+def _first(part: jax.Array, num_rows: int, dtype: Any) -> jax.Array:
+    """The number of the part's first row."""
+    return part.astype(dtype) * np.asarray(num_rows, dtype)
 
 
 # For each role the dim that has the rows of each operand, and of the results; None for none.
@@ -196,7 +197,7 @@ def ends_of_groups(num_rows: int, num_groups: int, spec: Spec, parts: RowParts) 
         parts: the parts.
     """
 
-    def local(arrays: list[jax.Array]) -> list[jax.Array]:
+    def local(part: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         (groups,) = arrays
         # Compared and summed, which needs no scatter: there are few groups.
         is_before = groups[:, None] <= np.arange(num_groups, dtype=groups.dtype)
