@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         "spmd_core/program/sorted_blocks.py",
         "positions that devices sort count each device's own rows, and not those of all",
-        "return [values, positions + _first(parts, len(positions), positions.dtype)]",
+        "return [values, positions + _first(part, len(positions), positions.dtype)]",
         "return [values, positions]",
     ),
     Fault(
