@@ -8,11 +8,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
-grep -vE '^(torch|torchvision|jax|jaxlib)==' constraints.txt >"$pins"
+grep -vE '^(torch|torchvision|jax|jaxlib|libtpu)==' constraints.txt >"$pins"
+# An older jaxlib can't print the programs of a newer libtpu: jax's extra names the one that fits.
+jax=jax
+[ "$(uname -sm)" != "Linux x86_64" ] || jax='jax[tpu]'
 packages=()
 for file in packages/*/pyproject.toml; do
   packages+=(-e "$(dirname "$file")")
 done
 # One command for everything, so that pip finds versions that go together.
 python -m pip install --quiet --requirement "$pins" \
-  "torch==$1" "torchvision==$2" "jax==$3" "jaxlib==$3" "${packages[@]}"
+  "torch==$1" "torchvision==$2" "$jax==$3" "jaxlib==$3" "${packages[@]}"
