@@ -17,7 +17,7 @@ from spmd_core.auto.measure import _copy
 from spmd_core.auto.propagated import propagated
 from spmd_core.graph.placement import Placement
 from spmd_core.planner.topology import present
-from spmd_core.program import ir, start
+from spmd_core.program import ir, pipeline, start
 from spmd_core.program.compilation import build
 from spmd_core.program.lower import lower
 from spmd_core.program.target import Target
@@ -80,13 +80,20 @@ def test_state_lies_in_stacks_beside_its_parameters():
         graph = marked(recorded.graph, found)
         loops, stacks = looped(graph), _stacks(graph)
         kinds = [leaf.spec.shape for leaf in loops.leaves[-len(stacks) :]]
-        return stacks, kinds
+        before = ir.Graph.of(loops)
+        passed = pipeline.run(before, Target.of(before), "step")
+        updates = [op.entry for op in passed.ops if "_fused_adamw" in op.entry.name]
+        return stacks, kinds, updates
 
-    stacks, kinds = chosen(
+    stacks, kinds, updates = chosen(
         Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, fused=True
     )
-    assert len(stacks) == OF_A_BLOCK * 3  # the parameter, and two moments
+    assert len(stacks) == OF_A_BLOCK * 4  # the parameter, two moments, and the number of steps
     assert kinds.count((DEPTH, 1024, 256)) == kinds.count((DEPTH, 256, 1024)) == 3
+    assert kinds.count((DEPTH,)) == OF_A_BLOCK
+    # One operation updates a parameter of all layers.
+    assert len([x for x in updates if x.spec.shape[:1] == (DEPTH,)]) == OF_A_BLOCK
+    assert len(updates) < 2 * OF_A_BLOCK
 
 
 @EIGHT

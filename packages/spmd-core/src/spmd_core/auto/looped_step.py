@@ -67,20 +67,27 @@ def _stacks(recorded: RecordedGraph) -> list[_Rows]:
         add([number(x) for x in values])
     items = Items()
     of_leaf = {  # the item of an optimizer's lists that reads a parameter
-        number(item.operands[0]): item.operands
+        number(item.operands[0]): tuple(number(_counted(x)) for x in item.operands)
         for op in graph.ops
         if op.entry.traits.by_item
         for item in items.of(op)
     }
     for rows in list(found):
-        updates = [of_leaf.get(i, ()) for i in rows]
-        for state in zip(*updates):
-            if (
-                len(state) == len(rows)
-                and state[0].spec.shape == recorded.leaves[rows[0]].spec.shape
-            ):
-                add([number(x) for x in state])
+        shape = recorded.leaves[rows[0]].spec.shape
+        for state in zip(*(of_leaf.get(i, ()) for i in rows)):
+            if min(state) >= 0 and recorded.leaves[state[0]].spec.shape in (shape, ()):
+                add(state)
     return found
+
+
+def _counted(value: ir.Ref) -> ir.Ref:
+    """What a number is counted up from, as the steps of an optimizer are before it reads them.
+
+    Unless the counters lie in stacks as well, each layer's parameters are updated apart.
+    """
+    while value.op is not None and not value.spec.shape and len(value.op.operands) == 1:
+        (value,) = value.op.operands
+    return value
 
 
 def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGraph:
