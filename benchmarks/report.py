@@ -45,8 +45,9 @@ class Table:
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in self.rows:
             table.add_row(*row)
-        # Without a terminal, rich assumes a width of 80 characters and folds the cells.
-        console = Console() if Console().is_terminal else Console(width=150)
+        console = Console()
+        if not console.is_terminal:  # rich assumes a width of 80 characters there, and folds cells
+            console = Console(width=max(150, Console(width=10_000).measure(table).maximum))
         console.print(table)
         for note in self.notes:
             console.print(note, markup=False, highlight=False)

@@ -29,6 +29,13 @@ def test_publish_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Title" in capsys.readouterr().out
 
 
+def test_no_cell_is_folded_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [c * 120 for c in "xy"]
+    Table("Title", folders, [["gpt2, tiny", "1"]]).show()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*folders, "gpt2, tiny"))
+
+
 def test_samples() -> None:
     samples = Samples()
     for value in (3.0, 1.0, 2.0):
