@@ -9,8 +9,9 @@ import torch
 from auto_steps import chosen, training, words
 
 import spmd_core as spmd
+from spmd_core.auto import looped_step
 from spmd_core.auto.candidates import Kind
-from spmd_core.auto.looped_step import _stacks, looped
+from spmd_core.auto.looped_step import LoopedStep, _stacks
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.measure import _copy
@@ -45,7 +46,7 @@ def test_loops_compute_what_eager_layers_do(fused):
 
     def read(recorded, groups, found):
         graph = marked(recorded.graph, found)
-        loops, stacks = looped(graph), _stacks(graph)
+        loops, stacks = LoopedStep(recorded.graph).of(graph), _stacks(graph)
         assert len(stacks) == OF_A_BLOCK
         assert len(loops.leaves) == len(graph.leaves) - (DEPTH - 1) * len(stacks)
         rows = [
@@ -78,7 +79,7 @@ def test_loops_compute_what_eager_layers_do(fused):
 def test_state_lies_in_stacks_beside_its_parameters():
     def read(recorded, groups, found):
         graph = marked(recorded.graph, found)
-        loops, stacks = looped(graph), _stacks(graph)
+        loops, stacks = LoopedStep(recorded.graph).of(graph), _stacks(graph)
         kinds = [leaf.spec.shape for leaf in loops.leaves[-len(stacks) :]]
         before = ir.Graph.of(loops)
         passed = pipeline.run(before, Target.of(before), "step")
@@ -114,12 +115,36 @@ def test_a_layer_that_is_placed_in_another_way_stays_apart():
 
 
 @EIGHT
+def test_stacks_are_found_once_unless_layers_are_placed_in_another_way(monkeypatch):
+    def read(recorded, groups, found):
+        loops, graph = LoopedStep(recorded.graph), marked(recorded.graph, found)
+        searched = []
+        monkeypatch.setattr(
+            looped_step, "_stacks", lambda graph: searched.append(graph) or _stacks(graph)
+        )
+        alike = loops.of(graph)
+        stack = next(rows for rows in _stacks(graph) if graph.leaves[rows[0]].spec.shape[1:])
+        leaves = list(graph.leaves)
+        whole = Placement.of(replicated(tuple(range(8))), None)
+        leaves[stack[0]] = replace(leaves[stack[0]], placement=whole)
+        num_searches = len(searched)
+        other = loops.of(replace(graph, leaves=tuple(leaves)))
+        return num_searches, len(searched), len(alike.leaves), len(other.leaves)
+
+    before, after, num_alike, num_other = chosen(
+        Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, is_recomputed=True, fused=True
+    )
+    assert (before, after) == (0, 1)
+    assert num_other > num_alike  # one layer lies apart
+
+
+@EIGHT
 def test_loops_move_what_layers_move():
     def read(recorded, groups, found):
         graph = marked(recorded.graph, found)
         machine = Machine.of(present().devices)
         moved = []
-        for form in (graph, looped(graph)):
+        for form in (graph, LoopedStep(recorded.graph).of(graph)):
             before = ir.Graph.of(form)
             moved.append(propagated(lower(before, Target.of(before), "step"), machine))
         return moved

@@ -13,7 +13,7 @@ from spmd_core.auto.candidates import Candidate, Kind, candidates
 from spmd_core.auto.compiled import compiled
 from spmd_core.auto.costs import CostModel
 from spmd_core.auto.groups import Groups
-from spmd_core.auto.looped_step import looped
+from spmd_core.auto.looped_step import LoopedStep
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, shardings
 from spmd_core.auto.propagated import MLIRError, Moved, propagated, seconds
@@ -89,6 +89,7 @@ def decide(
     limit = None if memory is None else memory * _MARGIN
     too_small = 0.0  # a limit for which the model has no candidate
     progress = progress or Progress()
+    propagation = _Propagation(groups.step.recorded, machine)
     tried = progress.tried
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
@@ -103,12 +104,12 @@ def decide(
         if made and not most:
             return made
         if not number:
-            made = progress.made = _by_propagation(groups, made, topology, machine, report)
+            made = progress.made = _by_propagation(propagation, made, topology, machine, report)
         worth = _worth_compiling(made) if objective == "time" else made
         chosen = made[:most] if number else _diverse(worth, most)
         left = [x for x in made if x not in chosen]
         both = _BOTH_FORMS if objective == "measured" else 0
-        chosen = _with_needed_marks(groups, chosen, topology, machine, both=both)
+        chosen = _with_needed_marks(propagation, chosen, topology, machine, both=both)
         progress.made = made = [*chosen, *left]
         _compile(groups, chosen, topology, machine, names, report, progress)
         best = best_of(tried, memory, objective)
@@ -188,26 +189,53 @@ def _planned_on(topology: Topology) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Propagation:
+    """Propagates the shardings of one step's candidates. Use it inside `_planned_on`.
+
+    Args:
+        recorded: the step.
+        machine: the devices.
+    """
+
+    def __init__(self, recorded: RecordedGraph, machine: Machine) -> None:
+        self._recorded, self._machine = recorded, machine
+
+    @property
+    def num_operations(self) -> int:
+        """The number of operations and inputs that were recorded."""
+        return len(self._recorded.nodes) + len(self._recorded.leaves)
+
+    @functools.cached_property
+    def loops(self) -> LoopedStep | None:
+        """Makes loops of the step's layers; None if they are propagated one by one."""
+        return LoopedStep(self._recorded) if _has_loops(self._recorded) else None
+
+    def moved(self, found: Shardings, name: str) -> tuple[Moved, ...]:
+        """What the step with these shardings sends, in a program of this name."""
+        whole = marked(self._recorded, found)
+        graph = ir.Graph.of(whole if self.loops is None else self.loops.of(whole))
+        return propagated(lower(graph, Target.of(graph), name), self._machine)
+
+
 def _by_propagation(
-    groups: Groups,
+    propagation: _Propagation,
     made: Sequence[Tried],
     topology: Topology,
     machine: Machine,
     report: Callable[[str], None],
 ) -> list[Tried]:
     """The candidates in a better order: first those that Shardy has propagated, by their times."""
-    recorded = groups.step.recorded
     found: list[Tried] = []
     with _planned_on(topology):
         most = _MOST_WITH_LOOPS
-        if not _has_loops(recorded):
-            num_operations = len(recorded.nodes) + len(recorded.leaves)
+        if propagation.loops is None:
+            num_operations = propagation.num_operations
             most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
         chosen = _diverse(made, most)
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
             try:
-                moved = _moved(recorded, one.shardings, f"auto_{i}", machine)
+                moved = propagation.moved(one.shardings, f"auto_{i}")
             except MLIRError as error:
                 report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
                 continue
@@ -220,14 +248,19 @@ def _by_propagation(
 
 
 def _with_needed_marks(
-    groups: Groups, chosen: Sequence[Tried], topology: Topology, machine: Machine, *, both: int
+    propagation: _Propagation,
+    chosen: Sequence[Tried],
+    topology: Topology,
+    machine: Machine,
+    *,
+    both: int,
 ) -> list[Tried]:
     """These candidates, without marks of results where Shardy's collectives are the same without.
 
     Where less is sent without them, devices may compute the same.
 
     Args:
-        groups: the step.
+        propagation: of the step.
         chosen: the candidates.
         topology, machine: the devices.
         both: so many of those that need no marks follow with them, too: the compiler orders and
@@ -243,7 +276,7 @@ def _with_needed_marks(
                 continue
             work_s = one.candidate.solution.work_s
             try:
-                moved = _moved(groups.step.recorded, bare, "auto_bare", machine)
+                moved = propagation.moved(bare, "auto_bare")
             except MLIRError:  # then the marks are needed
                 found.append(one)
                 continue
@@ -255,15 +288,6 @@ def _with_needed_marks(
                 one = replace(one, shardings=bare, propagated_s=work_s + took, sent=bytes_sent)
             found.append(one)
     return [*found, *with_marks]
-
-
-def _moved(
-    recorded: RecordedGraph, found: Shardings, name: str, machine: Machine
-) -> tuple[Moved, ...]:
-    """What a step with these shardings sends, by Shardy's propagation."""
-    whole = marked(recorded, found)
-    graph = ir.Graph.of(looped(whole) if _has_loops(recorded) else whole)
-    return propagated(lower(graph, Target.of(graph), name), machine)
 
 
 def _has_loops(recorded: RecordedGraph) -> bool:

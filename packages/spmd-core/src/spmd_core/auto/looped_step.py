@@ -20,17 +20,37 @@ from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 _Rows = tuple[int, ...]
 
 
-def looped(recorded: RecordedGraph) -> RecordedGraph:
-    """The step with layers as loops, which reads and returns their parameters and state as stacks.
+class LoopedStep:
+    """Gives the forms of one step, as candidates mark it, with layers as loops over stacks.
+
+    What may lie in stacks is found once.
 
     Args:
-        recorded: the step, with the placements and marks of a candidate.
-
-    Returns:
-        The same graph if it has no layers that may become loops.
+        recorded: the step before any candidate marks it.
     """
-    stacks = _stacks(recorded)
-    return _with_stacks(recorded, stacks) if stacks else recorded
+
+    def __init__(self, recorded: RecordedGraph) -> None:
+        anywhere = recorded.leaves[0].placement
+        leaves = tuple(replace(leaf, placement=anywhere) for leaf in recorded.leaves)
+        self._stacks = _stacks(replace(recorded, leaves=leaves))
+
+    def of(self, marked: RecordedGraph) -> RecordedGraph:
+        """The step with layers as loops, which reads and returns parameters and state as stacks.
+
+        Args:
+            marked: the step, with the placements and marks of a candidate.
+
+        Returns:
+            The same graph if it has no layers that may become loops.
+        """
+        stacks = self._stacks
+        if not all(_are_placed_alike(marked, rows) for rows in stacks):
+            stacks = _stacks(marked)  # of fewer layers
+        return _with_stacks(marked, stacks) if stacks else marked
+
+
+def _are_placed_alike(recorded: RecordedGraph, rows: Sequence[int]) -> bool:
+    return len({id(recorded.leaves[i].placement) for i in rows}) == 1
 
 
 def _stacks(recorded: RecordedGraph) -> list[_Rows]:
@@ -44,11 +64,14 @@ def _stacks(recorded: RecordedGraph) -> list[_Rows]:
     def are_alike(rows: Sequence[int]) -> bool:
         first, *others = rows
         leaf = recorded.leaves[first]
-        return len({*rows}) == len(rows) and all(
-            recorded.leaves[i].spec.logical is leaf.spec.logical
-            and recorded.leaves[i].placement is leaf.placement
-            and (i in donated) == (first in donated)
-            for i in others
+        return (
+            len({*rows}) == len(rows)
+            and _are_placed_alike(recorded, rows)
+            and all(
+                recorded.leaves[i].spec.logical is leaf.spec.logical
+                and (i in donated) == (first in donated)
+                for i in others
+            )
         )
 
     def may_be_stacked(values: tuple[ir.Ref, ...]) -> bool:
