@@ -167,6 +167,61 @@ def test_a_tpus_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter():
     ]
 
 
+# As libtpu prints a gather that goes on while a product is computed, and another gather.
+IN_STEPS = """\
+HloModule m
+
+%fused_computation.1 (p.1: f32[2,4]) -> (f32[2,4], f32[8,4], u32[]) {
+  %p.1 = f32[2,4]{1,0} parameter(0)
+  %all-gather.1 = f32[8,4]{1,0} all-gather(%p.1), channel_id=5, replica_groups={{0,1,2,3}}, \
+dimensions={0}, metadata={op_name="jit(f)/aten::t/transpose"}
+  ROOT %custom-call.1 = (f32[2,4]{1,0}, f32[8,4]{1,0}, u32[]) custom-call(%p.1, %all-gather.1)
+}
+
+%async_collective_fusion.1 (p.2: f32[2,4], q.2: f32[4,4]) -> (f32[4,4], f32[8,4]) {
+  %p.2 = f32[2,4]{1,0} parameter(0)
+  %q.2 = f32[4,4]{1,0} parameter(1)
+  %convolution.2 = f32[4,4]{1,0} convolution(%q.2, %q.2), dim_labels=bf_io->bf
+  %all-gather.2 = f32[8,4]{1,0} all-gather(%p.2), channel_id=5, replica_groups={{0,1,2,3}}, \
+dimensions={0}
+  ROOT %t.2 = (f32[4,4]{1,0}, f32[8,4]{1,0}) tuple(%convolution.2, %all-gather.2)
+}
+
+%fused_computation.3 (p.3: f32[2,4]) -> f32[8,4] {
+  %p.3 = f32[2,4]{1,0} parameter(0)
+  ROOT %all-gather.3 = f32[8,4]{1,0} all-gather(%p.3), channel_id=5, replica_groups={{0,1,2,3}}, \
+dimensions={0}
+}
+
+%fused_computation.4 (p.4: f32[2,4]) -> f32[8,4] {
+  %p.4 = f32[2,4]{1,0} parameter(0)
+  ROOT %all-gather.4 = f32[8,4]{1,0} all-gather(%p.4), channel_id=6, replica_groups={{0,1,2,3}}, \
+dimensions={0}
+}
+
+ENTRY %main (x: f32[2,4], y: f32[4,4]) -> f32[8,4] {
+  %x = f32[2,4]{1,0} parameter(0)
+  %y = f32[4,4]{1,0} parameter(1)
+  %async-collective-start = (f32[2,4]{1,0}, f32[8,4]{1,0}, u32[]) fusion(%x), kind=kCustom, \
+calls=%fused_computation.1, metadata={op_name="jit(f)/aten::t/transpose"}
+  %fusion.1 = (f32[4,4]{1,0}, f32[8,4]{1,0}) fusion(%x, %y), kind=kCustom, \
+calls=%async_collective_fusion.1
+  %async-collective-done = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.3
+  %fusion.4 = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.4
+  ROOT %add.1 = f32[8,4]{1,0} add(%async-collective-done, %fusion.4)
+}
+"""
+
+
+def test_a_tpus_collective_in_several_steps_is_one():
+    found = hlo_collectives.collectives(IN_STEPS, 4)
+    assert [(c.name, c.kind, c.result_bytes, c.executions) for c in found] == [
+        ("all-gather.1", "all-gather", 128, 1),
+        ("all-gather.4", "all-gather", 128, 1),
+    ]
+    assert found[0].op_names == ("jit(f)/aten::t/transpose",)
+
+
 def _transfer(name, kind, target, sent, received):
     """A send and a recv of the hosts between TPU slices."""
     named = (

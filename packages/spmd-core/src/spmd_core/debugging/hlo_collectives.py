@@ -41,6 +41,8 @@ _TARGET = "_xla_megascale_target="
 _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 # The computation of libtpu's fusion for a reduce-scatter.
 _SCATTERED = "all-reduce-scatter"
+_CHANNEL = re.compile(r"\bchannel_id=(?P<id>\d+)")
+_CALLED = re.compile(r"\bcalls=%?(?P<name>[^\s,]+)")
 _BY_PARTITIONER = 'is_spmd_generated="true"'
 _IOTA = re.compile(r"\[(?P<dims>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\])?(?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
@@ -83,8 +85,9 @@ class CollectiveInstruction:
 def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...]:
     """The collectives of a compiled module, in the order of the text.
 
-    An asynchronous collective is listed once, at its start. A TPU's all-reduce of which each device
-    keeps a part counts as a reduce-scatter: libtpu fuses the two.
+    An asynchronous collective is listed once, at its start; libtpu fuses its start, its end, and
+    what is computed meanwhile, and all these fusions have it. A TPU's all-reduce of which each
+    device keeps a part counts as a reduce-scatter: libtpu fuses the two.
 
     Args:
         text: the module.
@@ -94,15 +97,32 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
     computations, entry = parse(text)
     counts = executions(computations, entry)
     found: list[CollectiveInstruction] = []
+    fused, begun = _fused(computations), set[str]()
     for name, instructions in computations.items():
         for instruction in instructions.values() if counts[name] != 0 else ():
             if instruction.opcode in _OPCODES:
+                channel = _CHANNEL.search(instruction.attributes)
+                if channel is not None and name in fused:
+                    if channel["id"] in begun:
+                        continue
+                    begun.add(channel["id"])
                 made = _collective(instruction, instructions, counts[name], num_devices)
                 scatters = name.startswith(_SCATTERED)
                 found.append(_scattered(made, instructions) if scatters else made)
             elif instruction.opcode == "send" and _TRANSFER.search(instruction.attributes):
                 found.append(_transfer(instruction, instructions, counts[name]))
     return tuple(found)
+
+
+def _fused(computations: dict[str, dict[str, Instruction]]) -> set[str]:
+    """The computations of fusions."""
+    return {
+        called["name"]
+        for instructions in computations.values()
+        for instruction in instructions.values()
+        if instruction.opcode == "fusion"
+        and (called := _CALLED.search(instruction.attributes)) is not None
+    }
 
 
 def _transfer(
