@@ -7,7 +7,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.program import chosen_runs
-from spmd_core.program.ir import Graph
+from spmd_core.program.ir import Graph, Ref
 from spmd_core.program.passes import folded_layers as folded_layers_module
 from spmd_core.program.passes.folded_layers import folded_layers
 from spmd_core.program.repeated_entries import RepeatedEntry
@@ -220,8 +220,11 @@ def test_values_of_all_layers_that_are_returned_are_rows():
             x = layer(x)
             states.append(x)
     graph = folded(*states)
-    assert names(graph) == ["repeat", "unstack"]
-    assert graph.outputs[-1] == loop(graph).results[0]
+    # Whichever programs were searched before: the storages receive the rows of one stack.
+    assert names(graph) == ["repeat", "unstack", "stack"]
+    stack, rows = graph.ops[-1], graph.ops[1].results
+    assert [*graph.outputs] == [Ref(stack)]
+    assert [*stack.operands] == [*rows[:4], loop(graph).results[0]]
 
 
 def test_a_forward_without_a_loop_of_its_gradients_is_none():

@@ -170,7 +170,7 @@ class _Seen:
 
 def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     with lock:
-        planned = planning.plan(live)
+        planned = planning.plan(live, one_by_one=True)
     _require_operations(planned)
     graph = planned.graph()
     first, count = {}, len(graph.leaves)
@@ -215,7 +215,7 @@ def why_not(planned: CutPlan) -> str | None:
         planned: of a step, or of any program.
     """
     if planned.stacked.rows or planned.stacked.results:
-        return "layers that are stacked by scan_layers, or that have run as a loop"
+        return "layers that are stacked by scan_layers"
     is_local = any(leaf.placement.manual or leaf.placement.room for leaf in planned.leaves)
     if is_local or any(node.entry.border is not None for node in planned.nodes):
         return "a pipeline or a shard_map"
@@ -227,8 +227,7 @@ def _require_operations(planned: CutPlan) -> None:
     if refused is not None:
         raise AutoShardingError(
             f"automatic sharding reads operations on whole tensors; got a step with {refused}. "
-            "Call auto_shard before the first step of a model with scan_model, and shard others by "
-            "marks."
+            "Shard these by marks. Models with scan_model can be searched."
         )
 
 

@@ -85,7 +85,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
                 ready |= absent_programs.compile_all(absent)
             except BaseException as error:
                 for one in absent:
-                    growing_sizes.forget(one.planned.key)
+                    growing_sizes.forget(one.planned.one_by_one or one.planned.key)
                 if isinstance(error, Exception) and not isinstance(error, ProcessError):
                     _execute_apart(take_pending(), error, wanted)
                     break

@@ -45,11 +45,13 @@ class Family:
         samples: the newest cuts that have programs of their own.
         growths: the known ways in which the integers depend on a size.
         refusals: the reasons why some cuts have a program for each size.
+        folded: the keys of the newest such programs whose layers may be loops.
     """
 
     samples: list[Sample] = field(default_factory=list)
     growths: list[Growing] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    folded: list[Key] = field(default_factory=list)
 
 
 # At most `_MAX_FAMILIES`.
@@ -80,7 +82,21 @@ def refusals() -> list[str]:
 def refusal_of(key: Key) -> str | None:
     """Why the cuts of this key's family have a program for each size; None if nothing is known."""
     family = _families.get(_split_key(key)[0])
+    if family is None and key.fold_layers:
+        family = next((x for x in _families.values() if key in x.folded), None)
     return family.refusals[-1] if family is not None and family.refusals else None
+
+
+def note_folded(key: Key, folded: Key) -> None:
+    """Notes that a cut has a program of its own, whose layers may be loops.
+
+    Args:
+        key: the cut's key with layers one by one.
+        folded: the program's key.
+    """
+    family = _families.get(_split_key(key)[0])
+    if family is not None:
+        family.folded = [*family.folded[-_MAX_SAMPLES + 1 :], folded]
 
 
 def find_program(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded | None:
@@ -99,6 +115,8 @@ def find_program(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded |
     _families.move_to_end(skeleton)
     growing = next((g for g in family.growths if g.has(ints)), None)
     try:
+        if growing is None and any(sample.key == key for sample in family.samples):
+            return None  # it is planned again
         if growing is None:
             sample = Sample(key, make_graph(), ints)
             earlier = family.samples

@@ -2,7 +2,7 @@
 
 from spmd_core import counters
 from spmd_core.config import config
-from spmd_core.graph.stacks import StackStorage
+from spmd_core.graph.stacks import StackStorage, any_made
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program import (
@@ -11,6 +11,7 @@ from spmd_core.program import (
     growing_sizes,
     index_checks,
     initial_state,
+    layer_stacks,
     planned_program,
     stacked_state,
     start,
@@ -50,6 +51,7 @@ def execute(
         label=_program_label(),
         donates=donates,
         call=None if guard is None else guard.call(),
+        grown=_bounded if grows else None,
     )
     live = planned.live
     read = [*planned.leaves, *planned.state.sources, *planned.stacked.sources]
@@ -66,8 +68,11 @@ def execute(
     if guard is not None:
         guard.after_program(planned.key)
     leaves, targets = planned.leaves, planned.targets if bounded is None else bounded.targets
+    if any_made():
+        stacked_state.take_out(leaves)
     if planned.stacked.new:
         stacked_state.make(planned.stacked, dict(zip(leaves, targets)))
+        layer_stacks.note_made(planned.stacked.new.values())
     if planned.state.inputs:
         initial_state.make(planned.state, leaves, targets, program.graph, program.record)
     arrays = [
@@ -122,19 +127,24 @@ def _find_program(
         program = compile_cache.cached(key)
     try:
         if program is None:
-            bounded = _bounded(planned) if grows else None
+            if planned.one_by_one is not None:
+                bounded = planned.bounded
+            elif grows:
+                bounded = _bounded(planned)
             if bounded is not None:
                 key = bounded.key
                 packed[1].append(bounded.number)
                 program = compile_cache.cached(key)
         if abstract.run() is None and config.compare_processes_every_s is not None:
             fingerprint.note(key, program, packed)
+        if program is None and planned.one_by_one is not None and bounded is None:
+            growing_sizes.note_folded(planned.one_by_one, planned.key)
         if program is None and ready is not None:
             return AbsentProgram(planned, bounded)
         if program is None:
             program = planned.program() if bounded is None else bounded.program(planned.name)
     except BaseException:
-        growing_sizes.forget(planned.key)
+        growing_sizes.forget(planned.one_by_one or planned.key)
         raise
     return program, bounded
 

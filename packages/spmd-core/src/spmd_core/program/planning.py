@@ -4,16 +4,15 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
-from spmd_core.graph.stacks import Row, Stack, StackStorage
+from spmd_core.graph.stacks import Row, Stack, StackEntry, StackStorage
 from spmd_core.graph.storage import Storage, failed, pending_elsewhere
-from spmd_core.graph.values import OpResult, Value, line_of, origin_of
+from spmd_core.graph.values import Value, line_of, origin_of
 from spmd_core.program import (
     automatic,
     compile_cache,
@@ -23,14 +22,15 @@ from spmd_core.program import (
     small_state,
     stacked_state,
 )
+from spmd_core.program.growing_program import Bounded
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
+from spmd_core.program.program_devices import marks_of, program_devices
 from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.program.small_state import CapturedCall
 from spmd_core.program.stacked_groups import Iterations
-from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of, replicated
-from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.sharding import Sharding
+from spmd_core.program.value_numbers import number, numbered
+from spmd_core.runtime.jax_sharding import replicated
 
 _by_serial = operator.attrgetter("serial")
 # How often a program is planned again: what is updated along with rows is only found once they are
@@ -61,6 +61,9 @@ class CutPlan:
         label: the prefix of the program's name.
         rewrite: gives the graph the shardings of `key.found`; None without.
         positions: of such a graph: the position in `nodes` of what each operation is, or marks.
+        one_by_one: of a cut whose layers may become loops: the key with which a program for growing
+            sizes was sought, which has layers one by one; None if none was.
+        bounded: that program, if there is one.
     """
 
     key: compile_cache.Key
@@ -77,6 +80,8 @@ class CutPlan:
     label: str
     rewrite: Callable[[RecordedGraph], RecordedGraph] | None = None
     positions: Sequence[int] = ()
+    one_by_one: compile_cache.Key | None = None
+    bounded: Bounded | None = None
 
     def graph(self) -> RecordedGraph:
         """The graph to lower; only needed if the program is not in the cache."""
@@ -125,6 +130,8 @@ def plan(
     label: str = "spmd",
     donates: bool = True,
     call: CapturedCall | None = None,
+    grown: Callable[[CutPlan], Bounded | None] | None = None,
+    one_by_one: bool = False,
 ) -> CutPlan:
     """The program that computes these pending storages.
 
@@ -136,16 +143,32 @@ def plan(
         call: of a captured step: the program may run again on the same constants, which are then
             not donated. It does not name the lines of its operations, which are recorded for
             errors. None for any other cut.
+        grown: the program for growing sizes that computes a planned cut, if it is a new one and
+            there is such a program; it remembers the cut. None: no such program is sought.
+        one_by_one: whether layers stay one by one, whatever `config.fold_layers` says.
     """
+    one_by_one |= automatic.search is not None  # it searches no program with stacks
 
-    def planned(groups: Sequence[Sequence[Value]] = ()) -> CutPlan:
-        return _plan(live, groups, label=label, donates=donates, call=call)
+    def planned(groups: Sequence[Sequence[Value]] = (), **form: bool) -> CutPlan:
+        form = {"is_folded": not one_by_one, **form}
+        return _plan(live, groups, label=label, donates=donates, call=call, **form)
 
     made = automatic.searched(planned)
     if made.rewrite is not None:
         return made
+    folds = folding.folds_layers() and not one_by_one
+    asked = None
+    if folds and grown is not None and not compile_cache.has(made.key):
+        # Programs for growing sizes have no loops.
+        apart = planned(is_folded=False) if made.stacked.rows or made.stacked.results else made
+        asked = apart.one_by_one = apart.key
+        apart.bounded = grown(apart)
+        if apart.bounded is not None:
+            return apart
+    if folds and call is not None:
+        made = planned(stacks_small=False)
     groups: list[Sequence[Value]] = []
-    searches = _MOST_SEARCHES if folding.folds_layers() else min(len(made.stacked.rows), 1)
+    searches = _MOST_SEARCHES if folds else min(len(made.stacked.rows), 1)
     for _ in range(searches):
         if compile_cache.has(made.key):
             break
@@ -153,7 +176,10 @@ def plan(
         if not more and _iterations(made.recorded) == made.iterations:
             break
         groups += more
+        made = planned(groups, stacks_small=not folds)
+    if folds and call is not None:
         made = planned(groups)
+    made.one_by_one = asked
     return made
 
 
@@ -196,8 +222,17 @@ def _plan(
     label: str,
     donates: bool,
     call: CapturedCall | None,
+    is_folded: bool = True,
+    stacks_small: bool = True,
 ) -> CutPlan:
-    """`plan`, with leaves that may become the rows of stacks (`stacked_state.find`)."""
+    """`plan`, with leaves that may become the rows of stacks (`stacked_state.find`).
+
+    Args:
+        groups: these leaves.
+        label, donates, call: as for `plan`.
+        is_folded: whether layers lie in stacks; those for which operations ask do in any case.
+        stacks_small: whether a captured step's small state does.
+    """
     # Not in the order of their first writes: state that begins in this cut was written earlier than
     # it is in later ones.
     live = sorted(live, key=_position)
@@ -213,20 +248,26 @@ def _plan(
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
     recorded = nodes
-    iterations = _iterations(recorded)
+    iterations = _iterations(recorded) if is_folded else {}
     if call is not None:
         small_state.take_out(live, leaves, call)
-        own = _program_devices(_marks(live, nodes, leaves), leaves)
-        groups = [*groups, *small_state.groups(live, nodes, leaves, call, own)]
-    stacked = stacked_state.find(live, nodes, leaves, state, groups, iterations, call)
+        if stacks_small:
+            own = program_devices(marks_of(live, nodes, leaves), leaves)
+            taken = {leaf for group in groups for leaf in group}
+            groups = [*groups, *small_state.groups(live, nodes, leaves, call, own, taken)]
+    stacked = stacked_state.StackedState()
+    if is_folded or any(node.entry.__class__ is StackEntry for node in nodes):
+        stacked = stacked_state.find(
+            live, nodes, leaves, state, groups, iterations, call, stacks_small=stacks_small
+        )
     rows: dict[Value, int] = {}
     if stacked.rows or stacked.results:
         live, nodes, leaves, rows = _with_stacks(stacked, live, nodes, leaves)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
-    structure, node_inputs, numbers = _numbered(nodes, number_of)
-    marks = _marks(live, nodes, leaves)
-    device_ids = _program_devices(marks, leaves)
+    structure, node_inputs, numbers = numbered(nodes, number_of)
+    marks = marks_of(live, nodes, leaves)
+    device_ids = program_devices(marks, leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
     before = [
@@ -252,7 +293,7 @@ def _plan(
     # overwritten while it is still read, so that XLA would have to copy it.
     order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
     live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
-    out_numbers = [_number(s.value, number_of) for s in live]
+    out_numbers = [number(s.value, number_of) for s in live]
     has_lines = source_lines.is_used() if call is None else call.has_lines
     key = compile_cache.Key(
         structure,
@@ -267,46 +308,6 @@ def _plan(
     )
     inputs = (node_inputs, leaves, targets, numbers, state, stacked)
     return CutPlan(key, live, nodes, recorded, iterations, *inputs, label)
-
-
-def _numbered(
-    nodes: list[Value], number_of: dict[Value, int]
-) -> tuple[tuple[Any, ...], list[list[int]], list[Any]]:
-    """Numbers the results of the operations, behind the values that have numbers.
-
-    Returns:
-        Each operation's entry and the numbers of its inputs, one after another; these numbers for
-        each operation; and the scalar inputs of all.
-    """
-    structure: list[Any] = []
-    node_inputs: list[list[int]] = []
-    numbers: list[Any] = []
-    count = 0
-    for node in nodes:
-        entry = node.entry
-        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
-        number_of[node] = count
-        count += len(entry.outs)
-        structure.append(entry)
-        structure.extend(inputs)
-        node_inputs.append(inputs)
-        if node.numbers:
-            numbers.extend(node.numbers)
-    return tuple(structure), node_inputs, numbers
-
-
-def _marks(live: list[Storage], nodes: list[Value], leaves: list[Value]) -> set[Sharding]:
-    """The shardings over which a program has to run."""
-    marks = {s.sharding for s in live if s.sharding is not None}
-    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
-    for entry in {node.entry for node in nodes}:
-        if entry.sharding is not None:
-            marks.add(entry.sharding)
-        if entry.border is not None:
-            marks.add(entry.border.sharding)
-        if entry.subgraphs:
-            marks |= entry.shardings  # type: ignore[attr-defined]
-    return marks
 
 
 def _with_stacks(
@@ -377,37 +378,6 @@ def collect(
 def _origins(nodes: list[Value]) -> tuple[source_lines.Origin | None, ...]:
     origins = tuple(origin_of(node) for node in nodes)
     return origins if any(origins) else ()
-
-
-def _number(value: Value, number_of: dict[Value, int]) -> int:
-    """The value's number, from those of the leaves and nodes (see `program_graph.Node`)."""
-    return (
-        number_of[value]
-        if not isinstance(value, OpResult) or value.parent is None
-        else number_of[value.parent] + value.index
-    )
-
-
-def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
-    """The devices of a program: those of all its meshes; without meshes, those of its leaves."""
-    meshes = frozenset(s.mesh for s in shardings)
-    if meshes:
-        return _union(meshes)
-    leaf_devices = {
-        device_ids_of(p.jax_sharding)
-        for p in {v.placement for v in leaves}
-        if p.jax_sharding is not None
-    }
-    return leaf_devices.pop() if len(leaf_devices) == 1 else default_device_ids()
-
-
-@lru_cache(maxsize=1024)
-def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
-    """The devices of all meshes: in the order of a mesh that has them all, else ascending."""
-    orders = {mesh.ids for mesh in meshes}
-    union = {i for ids in orders for i in ids}
-    complete = sorted(ids for ids in orders if len(ids) == len(union))
-    return complete[0] if complete else tuple(sorted(union))
 
 
 def _output_placement(

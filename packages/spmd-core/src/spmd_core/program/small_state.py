@@ -14,7 +14,7 @@ from spmd_core.graph.stacks import Row, Stack, StackEntry
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.subgraphs import StandIn
 from spmd_core.graph.values import Value
-from spmd_core.program import automatic, folding
+from spmd_core.program import automatic
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import array_of, convert, target_placement
 from spmd_core.program.stacked_groups import lists_of
@@ -78,6 +78,7 @@ def groups(
     leaves: Sequence[Value],
     call: CapturedCall,
     device_ids: tuple[int, ...],
+    taken: Collection[Value] = (),
 ) -> list[list[Value]]:
     """The leaves that are small state, in groups that may become the rows of stacks.
 
@@ -89,8 +90,9 @@ def groups(
         leaves: what these read.
         call: the call.
         device_ids: those of the program.
+        taken: leaves that become the rows of other stacks, such as those of loops over layers.
     """
-    if folding.folds_layers() or automatic.search is not None:  # see `begun`
+    if automatic.search is not None:  # it searches no program with stacks
         return []
     updated = set(live)
     updates = _updates(nodes)
@@ -102,7 +104,7 @@ def groups(
             continue
         if owner in call.apart or owner.committed is not leaf or not _is_small(leaf):
             continue
-        if leaf in asked:  # by a loop over layers, which has a stack of its own
+        if leaf in asked or leaf in taken:  # by a loop over layers, which has a stack of its own
             continue
         if leaf.data.__class__ in (Row, StandIn, Beginning) or leaf.placement.manual is not None:
             continue
@@ -124,8 +126,7 @@ def begun(nodes: Sequence[Value], state: State, call: CapturedCall) -> list[list
         state: what begins in it.
         call: the call.
     """
-    # Folded layers stack what they find; automatic sharding searches no program with stacks.
-    if folding.folds_layers() or automatic.search is not None:
+    if automatic.search is not None:  # it searches no program with stacks
         return []
     updates = _updates(nodes)
     found: dict[Hashable, list[Value]] = {}

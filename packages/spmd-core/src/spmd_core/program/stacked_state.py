@@ -34,7 +34,15 @@ from spmd_core.graph.subgraphs import StandIn
 from spmd_core.graph.values import OpResult, Spec, Value
 from spmd_core.program import small_state
 from spmd_core.program.initial_state import Beginning, State
-from spmd_core.program.leaves import convert, marked_placement, move, row_placement, stack_placement
+from spmd_core.program.leaves import (
+    array_of,
+    convert,
+    host_placement,
+    marked_placement,
+    move,
+    row_placement,
+    stack_placement,
+)
 from spmd_core.program.program_graph import stored_shape
 from spmd_core.program.small_state import CapturedCall
 from spmd_core.program.stacked_groups import Candidate, Iterations, groups_along
@@ -100,6 +108,8 @@ def find(
     groups: Sequence[Sequence[Value]] = (),
     iterations: Iterations = MappingProxyType({}),
     call: CapturedCall | None = None,
+    *,
+    stacks_small: bool = True,
 ) -> StackedState:
     """Finds the stacks of a cut. Changes nothing but the leaves of `state`, which may become rows.
 
@@ -113,16 +123,24 @@ def find(
         iterations: values that a loop will compute, of which the gradients may be stacks.
         call: of a captured step, whose small state is stacked, and whose results that replace
             nothing are no stacks; None for any other cut.
+        stacks_small: whether that small state is.
     """
-    begun = [] if call is None else small_state.begun(nodes, state, call)
+    begun = small_state.begun(nodes, state, call) if call is not None and stacks_small else []
     if not groups and not begun and not iterations and not any_made():
         return StackedState()
     rows: dict[Value, tuple[Stack, int]] = {}
     for leaf in leaves:
         if leaf.data.__class__ is Row:
             rows[leaf] = leaf.data.stack, leaf.data.index
+    before = {s: s.committed or state.first.get(s) for s in live}
+    asked = [node.inputs for node in nodes if node.entry.__class__ is StackEntry]
+    stacks = dict.fromkeys(stack for stack, _ in rows.values())
+    known = {stack: _result(stack, before, rows) for stack in stacks}
+    if call is None:
+        # The program takes them out of their stacks, as the next one finds them: it is the same.
+        updated = {*before.values()}.difference(*asked)
+        rows = {x: row for x, row in rows.items() if known[row[0]] or x not in updated}
     new: dict[Stack, Sequence[Value]] = {}
-    asked = (node.inputs for node in nodes if node.entry.__class__ is StackEntry)
     for group in (*asked, *groups):
         if can_be_stacked(group, new):
             stack = _stack(group, None)
@@ -137,10 +155,11 @@ def find(
     if call is not None:  # in the order in which later calls find them
         position = {leaf: i for i, leaf in enumerate(leaves)}
         rows = dict(sorted(rows.items(), key=lambda row: position.get(row[0], len(leaves))))
-    before = {s: s.committed or state.first.get(s) for s in live}
     results: dict[StackStorage, Stack | None] = {}
-    for stack in dict.fromkeys(stack for stack, _ in rows.values()):
-        result = _result(stack, before, rows)
+    # In the order of their inputs, as later cuts have these, whichever stacks are new.
+    in_order = (rows[leaf][0] for leaf in leaves if leaf in rows)
+    for stack in dict.fromkeys([*in_order, *(stack for stack, _ in rows.values())]):
+        result = known[stack] if stack in known else _result(stack, before, rows)
         if result is not None:
             results[result] = stack
     if call is None:
@@ -268,12 +287,20 @@ def can_be_stacked(
     others = {x.data.stack for x in leaves if x.data.__class__ is Row}
     if any(stack.is_whole for stack in others):
         return False
-    first = leaves[0]
-    placement = first.placement
+    row, placement = leaves[0].spec.logical, _placement(leaves)
+    on_host = host_placement(placement.sharding)
     return (
-        all(x.placement is placement and x.spec.logical is first.spec.logical for x in leaves)
+        all(x.spec.logical is row for x in leaves)
+        and all(x.placement is placement or x.placement is on_host for x in leaves)
         and placement.manual is None
         and placement.room is None
+    )
+
+
+def _placement(rows: Sequence[Value]) -> Placement:
+    """Where rows lie of which some may still be on the host."""
+    return next(
+        (x.placement for x in rows if x.placement.jax_sharding is not None), rows[0].placement
     )
 
 
@@ -281,7 +308,7 @@ def _stack(rows: Sequence[Value], data: Any) -> Stack:
     """A stack of leaves of one spec and placement, which does not change them."""
     first = rows[0]
     leaf = Value.leaf(
-        stacked_spec(first.spec, len(rows)), data, stack_placement(first.placement), None
+        stacked_spec(first.spec, len(rows)), data, stack_placement(_placement(rows)), None
     )
     return Stack(leaf, first.spec.logical, tuple(row.owner for row in rows))
 
@@ -342,6 +369,17 @@ def make(found: StackedState, targets: Mapping[Value, Placement]) -> None:
         leaf.data, leaf.placement = array, target
         for i, row in enumerate(rows):
             row.data, row.placement = Row(stack, i), of_rows
+
+
+def take_out(leaves: Sequence[Value]) -> None:
+    """Gives leaves that are rows of stacks arrays of their own, one stack after another."""
+    of: dict[Stack, list[Value]] = {}
+    for leaf in leaves:
+        if leaf.data.__class__ is Row:
+            of.setdefault(leaf.data.stack, []).append(leaf)
+    for rows in of.values():
+        for leaf in rows:
+            leaf.data = array_of(leaf)
 
 
 def settle(result: StackStorage, array: jax.Array, placement: Placement, checked: Any) -> None:
