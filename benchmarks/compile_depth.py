@@ -92,8 +92,8 @@ def build(kind: str, num_layers: int, num_devices: int) -> tuple[Any, Any]:
             spmd.mark_sharding(parameter, mesh, ("fsdp", None))
     if kind == "as a loop":
         spmd.scan_model(model)
-    elif kind == "found":  # another checkout may not have the option
-        spmd.config.fold_layers = True
+    if hasattr(spmd.config, "fold_layers"):  # another checkout may not have it
+        spmd.config.fold_layers = kind == "found"
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

@@ -102,11 +102,12 @@ class Config:
     # layers, become a loop, and the layers' parameters, gradients and optimizer's state lie in
     # arrays that have one row for each layer: the program has one layer's operations, and compiles
     # in about that time. Helps where a deep model compiles for long and `scan_model` cannot be
-    # called. Costs a search in each new program, and a hash of the operations at each cut; the
-    # loop's order of sums may change last bits. Layers that differ stay as they are. "auto" is True
-    # on CPUs, where steps of loops took no more time and memory than layers one by one, and False
-    # elsewhere. `debugging.explain_recompile()` says what "auto" chose, and why there is no loop.
-    # Read at each cut; makes another program.
+    # called. Costs a search in each new program, and on one CPU device some of a step's time, as
+    # loops copy weights out of their stacks; the loop's order of sums may change last bits. Layers
+    # that differ stay as they are. "auto" is True on CPUs, where steps of loops over several
+    # devices took no more time and memory than layers one by one, and False elsewhere.
+    # `debugging.explain_recompile()` says what "auto" chose, and why there is no loop. Read at each
+    # cut; makes another program.
     fold_layers: Literal[False, True, "auto"] = False
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at

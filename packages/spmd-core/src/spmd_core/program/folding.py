@@ -1,7 +1,8 @@
 """Whether the layers that programs repeat become loops: `config.fold_layers`, and what "auto" does.
 
 "auto" makes loops on the platforms where those that are found took neither more time nor more
-memory than layers one by one, as benchmarks/compile_depth.py measures it, and elsewhere none.
+memory than layers one by one in benchmarks/compile_depth.py, a model over several devices, and
+elsewhere none. On one CPU device steps may be slower (benchmarks/folded_steps.py).
 """
 
 from typing import NamedTuple
@@ -24,7 +25,11 @@ class Choice(NamedTuple):
 
 # From benchmarks/results/compile_depth.md; a run of that benchmark checks the entries it measures.
 _BY_PLATFORM = {
-    "cpu": Choice(True, "steps of loops took no more time and memory there than layers one by one"),
+    "cpu": Choice(
+        True,
+        "steps of loops over several devices took no more time and memory there than layers one by "
+        "one",
+    ),
     "tpu": Choice(False, "the time of a step has not been measured there"),
 }
 _ELSEWHERE = Choice(False, "neither time nor memory has been measured there")
