@@ -84,6 +84,15 @@ def test_at_most_two_at_a_time_and_each_as_it_ends(compilations):
     assert not compilations.running
 
 
+def test_what_is_not_wanted_any_more_is_not_compiled(compilations):
+    ended = []
+    found = all_of(4, wanted=lambda i: i != 2 or not ended)
+    compilations.done |= {f"graph {i}" for i in range(4)}
+    for number, _ in found:
+        ended.append(number)
+    assert sorted(ended) == [0, 1, 3]
+
+
 def test_refusals(compilations):
     again = "graph 0 with more of it replicated"
     compilations.done |= {"graph 0", "graph 1", again}

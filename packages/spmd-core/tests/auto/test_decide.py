@@ -9,7 +9,7 @@ from spmd_core.auto import decide
 from spmd_core.auto.candidates import Candidate, Kind
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.solve import Solution
-from spmd_core.auto.tried import Tried, best_of, program_seconds
+from spmd_core.auto.tried import Tried, best_of, hidden_work, program_seconds
 
 
 def tried(number, modelled_s, propagated_s=None, work_s=0.0):
@@ -27,6 +27,29 @@ def test_without_propagation_the_model_decides():
     good, fair, bad = tried(0, 2.0), tried(1, 2.9), tried(2, 3.1)
     assert decide._worth_compiling([good, fair, bad]) == [good, fair]
     assert decide._worth_compiling([]) == []
+
+
+def propagated(number, mesh_shape, kind, seconds, *, expected_s=1.0, sent=1.0, peak=1.0):
+    solution = Solution(((number,),), seconds, 0.0, peak, ((0,),))
+    one = Tried(Candidate(mesh_shape, kind, solution), None, propagated_s=seconds)
+    return replace(one, expected_s=expected_s, sent=sent)
+
+
+def test_the_best_that_is_expected_and_the_best_of_each_kind_are_compiled():
+    best = propagated(0, (8,), Kind.SHARDED, 1.0, expected_s=1.0)
+    wide = propagated(1, (4, 2), Kind.DATA, 1.2, expected_s=1.1)
+    tensor = propagated(2, (4, 2), Kind.TENSOR, 1.3, expected_s=1.2)
+    data = propagated(3, (8,), Kind.DATA, 1.4, expected_s=1.1)
+    lean = propagated(4, (2, 4), Kind.SHARDED, 1.5, expected_s=0.9)
+    made = [best, wide, tensor, data, lean]
+    assert decide._diverse(made, 3) == [best, lean, data]
+    assert decide._diverse(made, 9) == [best, lean, data, tensor, wide]
+
+
+def test_of_twins_one_is_compiled():
+    one, twin = propagated(0, (8,), Kind.DATA, 1.0), propagated(1, (8,), Kind.REPLICATED, 1.0001)
+    other = propagated(2, (8,), Kind.REPLICATED, 1.1)
+    assert decide._diverse([one, twin, other], 3) == [one, other]
 
 
 CHIP = Machine("chip", 8, 10.0, 100.0, 4.0, 2.0, 0.5, 1000, (0,) * 8)
@@ -50,7 +73,7 @@ def test_on_chips_the_figures_by_which_shardings_by_hand_are_compared_decide():
     """The work by the model, which a roofline may hide, counts on emulated devices alone."""
     one = tried(0, 1.0, work_s=7.0)
     emulated = replace(CHIP, memory_bytes=None)
-    assert [decide._hidden_work(one, x) for x in (CHIP, emulated)] == [0.0, 7.0]
+    assert [hidden_work(one.candidate.solution, x) for x in (CHIP, emulated)] == [0.0, 7.0]
     made = program(50.0, 0, 8.0)
     assert program_seconds(made, emulated, 7.0) == program_seconds(made, CHIP) + 2.0
 

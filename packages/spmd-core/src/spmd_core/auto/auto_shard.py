@@ -70,8 +70,8 @@ def auto_shard(
         objective: "time" for the least time by the model and the compiled programs, "memory" for
             the least memory, or "measured" for the least time on the devices: the programs of the
             compiled candidates run up to 48 times each, on copies of the step's inputs.
-        candidates: how many candidates to compile; 0 to trust the model. To be measured, up to two
-            of them are compiled in a second form, with marks of modules' results.
+        candidates: how many candidates to compile at most; 0 to trust the model. To be measured, up
+            to two of them are compiled in a second form, with marks of modules' results.
         on_interrupt: what Ctrl-C does during the search. "raise": KeyboardInterrupt, and nothing
             has changed. "best": the search ends with the best so far: of the candidates that were
             compiled, or by the model if none was; before there is one, it raises as well.

@@ -29,6 +29,7 @@ def compiled(
     *,
     names: Mapping[Storage, str],
     starting: Callable[[int], None],
+    wanted: Callable[[int], bool] = lambda number: True,
     keep: Callable[[int, Program], None] | None = None,
 ) -> Generator[tuple[int, ProgramPlan | DeviceMemoryError], None, None]:
     """What each program takes on one device, as it is known. Call it inside `abstract.planning`.
@@ -41,15 +42,16 @@ def compiled(
         topology: the devices.
         names: the names of tensors, for errors.
         starting: called with the number of the program that is lowered next.
+        wanted: whether the program of a number is still wanted, after those that were yielded.
         keep: gets the number and the program of each for devices that are here; None to drop them.
 
     Yields:
         The number of a program, and its figures, or the error that it does not fit.
     """
     if topology.request is None:
-        yield from _here(graphs, topology, names, starting, keep)
+        yield from _here(graphs, topology, names, starting, wanted, keep)
         return
-    waiting = iter(range(len(graphs)))
+    waiting = (i for i in range(len(graphs)) if wanted(i))
     with ExitStack() as ends:
         running: list[_Running] = []
         while True:
@@ -73,10 +75,13 @@ def _here(
     topology: Topology,
     names: Mapping[Storage, str],
     starting: Callable[[int], None],
+    wanted: Callable[[int], bool],
     keep: Callable[[int, Program], None] | None,
 ) -> Iterator[tuple[int, ProgramPlan | DeviceMemoryError]]:
     """`compiled` for devices of this process, whose compiler uses all cores by itself."""
     for i, make in enumerate(graphs):
+        if not wanted(i):
+            continue
         starting(i)
         graph, program = make(), None
         try:

@@ -12,14 +12,15 @@ from spmd_core.auto.axis_names import axis_names
 from spmd_core.auto.candidates import Candidate, Kind, candidates
 from spmd_core.auto.compiled import compiled
 from spmd_core.auto.costs import CostModel
+from spmd_core.auto.expected import are_twins, expected_s, may_be_better
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.looped_step import LoopedStep
 from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import Shardings, marked, shardings
-from spmd_core.auto.propagated import MLIRError, Moved, propagated, seconds
+from spmd_core.auto.marked_graph import marked, shardings
+from spmd_core.auto.propagated import MLIRError, propagated, seconds
 from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import sent
-from spmd_core.auto.tried import Progress, Tried, best_of, program_seconds
+from spmd_core.auto.tried import Progress, Tried, best_of, hidden_work, program_seconds
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
 from spmd_core.planner.topology import Topology
@@ -89,7 +90,7 @@ def decide(
     limit = None if memory is None else memory * _MARGIN
     too_small = 0.0  # a limit for which the model has no candidate
     progress = progress or Progress()
-    propagation = _Propagation(groups.step.recorded, machine)
+    propagation = _Propagation(groups, machine)
     tried = progress.tried
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
@@ -104,14 +105,21 @@ def decide(
         if made and not most:
             return made
         if not number:
-            made = progress.made = _by_propagation(propagation, made, topology, machine, report)
+            made = progress.made = _by_propagation(propagation, made, topology, report)
         worth = _worth_compiling(made) if objective == "time" else made
         chosen = made[:most] if number else _diverse(worth, most)
         left = [x for x in made if x not in chosen]
         both = _BOTH_FORMS if objective == "measured" else 0
-        chosen = _with_needed_marks(propagation, chosen, topology, machine, both=both)
+        chosen = _with_needed_marks(propagation, chosen, topology, both=both)
         progress.made = made = [*chosen, *left]
-        _compile(groups, chosen, topology, machine, names, report, progress)
+
+        def is_wanted(one: Tried) -> bool:
+            best = best_of(tried, memory, objective) if objective == "time" else None
+            return may_be_better(one, best)
+
+        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted)
+        compiled_ones = {x.candidate for x in tried}
+        left = [*(x for x in chosen if x.candidate not in compiled_ones), *left]
         best = best_of(tried, memory, objective)
         if best is not None:
             others = sorted(
@@ -147,19 +155,30 @@ def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
 
 
 def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
-    """The best candidate, the best one of each other kind, and then the next best.
+    """The best candidates, the best one of each other kind, and then the next best.
 
-    Of each kind over the fewest axes, as one would write it by hand.
+    First of all the best one, and that whose program is expected to be the best. Of each kind over
+    the fewest axes, as one would write it by hand, and then over more. Of twins the first one.
     """
-    chosen: list[Tried] = list(made[:1])
-    for kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR, Kind.REPLICATED, Kind.SHARDED):
-        of_kind = [x for x in made if x.candidate.kind is kind]
-        best = min(of_kind, key=lambda x: len(x.candidate.mesh_shape), default=None)
-        if best is not None and best not in chosen:
-            chosen.append(best)
-    for one in made:
-        if one not in chosen:
+    chosen: list[Tried] = []
+
+    def add(one: Tried | None) -> None:
+        if one is not None and not any(x is one or are_twins(x, one) for x in chosen):
             chosen.append(one)
+
+    add(next(iter(made), None))
+    expected = [x for x in made if x.expected_s is not None]
+    add(min(expected, key=lambda x: x.expected_s or 0.0, default=None))
+    for num_axes in (0, 2):
+        for kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR, Kind.FREE, Kind.REPLICATED, Kind.SHARDED):
+            of_kind = [
+                x
+                for x in made
+                if x.candidate.kind is kind and len(x.candidate.mesh_shape) >= num_axes
+            ]
+            add(min(of_kind, key=lambda x: len(x.candidate.mesh_shape), default=None))
+    for one in made:
+        add(one)
     return chosen[:most]
 
 
@@ -193,12 +212,13 @@ class _Propagation:
     """Propagates the shardings of one step's candidates. Use it inside `_planned_on`.
 
     Args:
-        recorded: the step.
+        groups: the step.
         machine: the devices.
     """
 
-    def __init__(self, recorded: RecordedGraph, machine: Machine) -> None:
-        self._recorded, self._machine = recorded, machine
+    def __init__(self, groups: Groups, machine: Machine) -> None:
+        self._groups, self._machine = groups, machine
+        self._recorded = groups.step.recorded
 
     @property
     def num_operations(self) -> int:
@@ -210,18 +230,24 @@ class _Propagation:
         """Makes loops of the step's layers; None if they are propagated one by one."""
         return LoopedStep(self._recorded) if _has_loops(self._recorded) else None
 
-    def moved(self, found: Shardings, name: str) -> tuple[Moved, ...]:
-        """What the step with these shardings sends, in a program of this name."""
-        whole = marked(self._recorded, found)
+    def of(self, one: Tried, name: str) -> Tried:
+        """A candidate with what it sends by a program of this name. Raises MLIRError."""
+        whole = marked(self._recorded, one.shardings)
         graph = ir.Graph.of(whole if self.loops is None else self.loops.of(whole))
-        return propagated(lower(graph, Target.of(graph), name), self._machine)
+        moved = propagated(lower(graph, Target.of(graph), name), self._machine)
+        took = seconds(moved, self._machine)
+        return replace(
+            one,
+            propagated_s=one.candidate.solution.work_s + took,
+            expected_s=expected_s(self._groups, one, self._machine, took),
+            sent=sum(x.bytes for x in moved),
+        )
 
 
 def _by_propagation(
     propagation: _Propagation,
     made: Sequence[Tried],
     topology: Topology,
-    machine: Machine,
     report: Callable[[str], None],
 ) -> list[Tried]:
     """The candidates in a better order: first those that Shardy has propagated, by their times."""
@@ -235,13 +261,9 @@ def _by_propagation(
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
             try:
-                moved = propagation.moved(one.shardings, f"auto_{i}")
+                found.append(propagation.of(one, f"auto_{i}"))
             except MLIRError as error:
                 report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
-                continue
-            took = one.candidate.solution.work_s + seconds(moved, machine)
-            bytes_sent = sum(x.bytes for x in moved)
-            found.append(replace(one, propagated_s=took, sent=bytes_sent))
     found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
     known = {x.candidate for x in found}
     return [*found, *(x for x in made if x.candidate not in known)]
@@ -251,7 +273,6 @@ def _with_needed_marks(
     propagation: _Propagation,
     chosen: Sequence[Tried],
     topology: Topology,
-    machine: Machine,
     *,
     both: int,
 ) -> list[Tried]:
@@ -262,7 +283,7 @@ def _with_needed_marks(
     Args:
         propagation: of the step.
         chosen: the candidates.
-        topology, machine: the devices.
+        topology: the devices.
         both: so many of those that need no marks follow with them, too: the compiler orders and
             joins operations in another way there, which only measuring tells apart.
     """
@@ -274,18 +295,17 @@ def _with_needed_marks(
             if one.propagated_s is None or bare == one.shardings:
                 found.append(one)
                 continue
-            work_s = one.candidate.solution.work_s
             try:
-                moved = propagation.moved(bare, "auto_bare")
+                without = propagation.of(replace(one, shardings=bare), "auto_bare")
             except MLIRError:  # then the marks are needed
                 found.append(one)
                 continue
-            took, whole = seconds(moved, machine), one.propagated_s - work_s
+            work_s = one.candidate.solution.work_s
+            took, whole = (without.propagated_s or 0.0) - work_s, one.propagated_s - work_s
             if abs(took - whole) <= _SAME * whole:
                 if len(with_marks) < both:
                     with_marks.append(one)
-                bytes_sent = sum(x.bytes for x in moved)
-                one = replace(one, shardings=bare, propagated_s=work_s + took, sent=bytes_sent)
+                one = without
             found.append(one)
     return [*found, *with_marks]
 
@@ -306,8 +326,11 @@ def _compile(
     names: Mapping[Storage, str],
     report: Callable[[str], None],
     progress: Progress,
+    is_wanted: Callable[[Tried], bool],
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried.
+
+    Before each compilation `is_wanted` says whether it is worth it after those that have ended.
 
     Layer by layer: as loops, GPT-2 1.5B compiles in a third of the time, but the order of its
     candidates differs, as what XLA moves in a loop is other by 5 to 8% of a step's time.
@@ -320,6 +343,9 @@ def _compile(
         mesh = chosen[i].shardings.mesh_text
         report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
 
+    def wanted(i: int) -> bool:
+        return is_wanted(chosen[i])
+
     def keep(i: int, program: Program) -> None:
         assert programs is not None
         programs[chosen[i].shardings] = program
@@ -329,7 +355,7 @@ def _compile(
     with (
         _planned_on(topology),
         closing(
-            compiled(graphs, topology, names=names, starting=starting, keep=taken)
+            compiled(graphs, topology, names=names, wanted=wanted, starting=starting, keep=taken)
         ) as all_found,
     ):
         for i, found in all_found:
@@ -337,7 +363,7 @@ def _compile(
             if isinstance(found, DeviceMemoryError):
                 made[i] = replace(one, refusal=str(found))
             else:
-                took = program_seconds(found, machine, _hidden_work(one, machine))
+                took = program_seconds(found, machine, hidden_work(one.candidate.solution, machine))
                 bytes_sent = one.sent
                 if one.propagated_s is None:
                     ids = one.shardings.mesh.ids
@@ -346,17 +372,6 @@ def _compile(
                 made[i] = replace(one, program=found, seconds=took, sent=bytes_sent)
             # In the order of the candidates, whichever was compiled first.
             progress.tried[:] = [*before, *(made[i] for i in sorted(made))]
-
-
-def _hidden_work(one: Tried, machine: Machine) -> float:
-    """The seconds of work that count where a compiled program's roofline hides them.
-
-    On a chip none: the roofline and the collectives are what shardings by hand are compared by, and
-    work without products, such as an optimizer's update, is seen in the choice of the candidates
-    that are compiled. Emulated devices are bound by the memory of all operations, of which the
-    compiler's figures have that of arguments and results alone.
-    """
-    return 0.0 if machine.memory_bytes is not None else one.candidate.solution.work_s
 
 
 def _tighter(tried: Sequence[Tried], memory: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from spmd_core.auto.candidates import Candidate
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings
+from spmd_core.auto.solve import Solution
 from spmd_core.planner.planned import ProgramPlan
 from spmd_core.program.program import Program
 
@@ -21,6 +22,8 @@ class Tried:
         seconds: the modelled time of the compiled program; None without one.
         propagated_s: the modelled time with the collectives that Shardy's propagation inserts; None
             if it did not run, or Shardy refused the program.
+        expected_s: the modelled time that its compiled program is expected to have (`expected`);
+            None if its collectives were not propagated.
         sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
         refusal: the compiler's words for a program that does not fit.
         measured_s: the seconds that the program took on the devices; None if it did not run.
@@ -31,6 +34,7 @@ class Tried:
     program: ProgramPlan | None = None
     seconds: float | None = None
     propagated_s: float | None = None
+    expected_s: float | None = None
     sent: float = 0.0
     refusal: str = ""
     measured_s: float | None = None
@@ -81,6 +85,17 @@ def _rank(one: Tried, objective: str) -> tuple[float, float]:
     assert one.program is not None and one.seconds is not None
     figures = (one.seconds, float(one.program.peak_bytes))
     return (figures[1], figures[0]) if objective == "memory" else figures
+
+
+def hidden_work(solution: Solution, machine: Machine) -> float:
+    """The seconds of work that count where a compiled program's roofline hides them.
+
+    On a chip none: the roofline and the collectives are what shardings by hand are compared by, and
+    work without products, such as an optimizer's update, is seen in the choice of the candidates
+    that are compiled. Emulated devices are bound by the memory of all operations, of which the
+    compiler's figures have that of arguments and results alone.
+    """
+    return 0.0 if machine.memory_bytes is not None else solution.work_s
 
 
 def program_seconds(program: ProgramPlan, machine: Machine, work_s: float = 0.0) -> float:
