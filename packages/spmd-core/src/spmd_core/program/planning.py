@@ -266,17 +266,11 @@ def _plan(
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)} | rows
     number_of |= {v: number_of[leaf] for v, leaf in state.inputs.items() if leaf in number_of}
     structure, node_inputs, numbers = numbered(nodes, number_of)
-    marks = marks_of(live, nodes, leaves)
-    device_ids = program_devices(marks, leaves)
+    device_ids = program_devices(marks_of(live, nodes, leaves), leaves)
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
-
-    before = [
-        s.committed or state.first.get(s)
-        if s.__class__ is not StackStorage
-        else stacked.value_before(s)
-        for s in live
+    out_placements = [
+        _output_placement(s, _value_before(s, state, stacked), device_ids) for s in live
     ]
-    out_placements = [_output_placement(s, b, device_ids) for s, b in zip(live, before)]
     # verify() runs a program twice on the same inputs, so nothing is donated.
     kept = set(state.held.values())
     if call is not None:
@@ -308,6 +302,15 @@ def _plan(
     )
     inputs = (node_inputs, leaves, targets, numbers, state, stacked)
     return CutPlan(key, live, nodes, recorded, iterations, *inputs, label)
+
+
+def _value_before(
+    storage: Storage, state: initial_state.State, stacked: stacked_state.StackedState
+) -> Value | None:
+    """The value that a result replaces; None if there is none."""
+    if storage.__class__ is StackStorage:
+        return stacked.value_before(storage)
+    return storage.committed or state.first.get(storage)
 
 
 def _with_stacks(
