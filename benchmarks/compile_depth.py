@@ -243,7 +243,7 @@ def judged(found: dict[str, Any], layers: tuple[int, ...]) -> dict[str, bool]:
 def _judged_choice(platform: str, loop: dict[str, Any], plain: dict[str, Any]) -> dict[str, bool]:
     """Whether `fold_layers = "auto"` chooses on a platform what is measured there."""
     # Here, as another checkout may not have it.
-    chosen = importlib.import_module("spmd_core.program.folding").choice(platform)
+    chosen = importlib.import_module("spmd_core.program.folding").choice(platform, args.devices)
     peak = max(loop[n]["peak_bytes"] / plain[n]["peak_bytes"] for n in loop)
     text, is_better = f"{peak:.3f} of the peak memory", False  # without a step's time
     if platform == "cpu":
