@@ -102,10 +102,10 @@ class Config:
     # layers, become a loop, and the layers' parameters, gradients and optimizer's state lie in
     # arrays that have one row for each layer: the program has one layer's operations, and compiles
     # in about that time. Helps where a deep model compiles for long and `scan_model` cannot be
-    # called. Costs a search in each new program, and on one CPU device some of a step's time, as
-    # loops copy weights out of their stacks; the loop's order of sums may change last bits. Layers
-    # that differ stay as they are. "auto" is True over several devices of CPUs, where steps of
-    # loops took no more time and memory than layers one by one, and False elsewhere.
+    # called. Costs a search in each new program, and on CPUs some of each step's time, as loops
+    # copy weights out of their stacks; the loop's order of sums may change last bits. Layers that
+    # differ stay as they are. "auto" is True on platforms where steps of loops were measured to
+    # take no more time and memory than layers one by one; so far there is none.
     # `debugging.explain_recompile()` says what "auto" chose, and why there is no loop. Read at each
     # cut; makes another program.
     fold_layers: Literal[False, True, "auto"] = False

@@ -97,9 +97,8 @@ def test_marked_tensors(mesh_2d, shape, spec):
     assert all(w.sharding_spec == loop.weights[0].sharding_spec for w in loop.weights)
 
 
-@pytest.mark.parametrize("folds", [True, "auto"])
-def test_small_state_lies_in_stacks_where_layers_may_become_loops(folds, monkeypatch):
-    monkeypatch.setattr(spmd.config, "fold_layers", folds)
+def test_small_state_lies_in_stacks_where_layers_may_become_loops(monkeypatch):
+    monkeypatch.setattr(spmd.config, "fold_layers", True)
     loop = both(lambda loop: calls(loop, 1.0, 2.0, 3.0))
     assert num_inputs(loop.step) == 5
 
