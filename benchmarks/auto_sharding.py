@@ -14,7 +14,9 @@ For each model of `benchmarks.auto_models`, on eight emulated devices:
     python -m benchmarks.auto_sharding
     python -m benchmarks.auto_sharding --models gpt2 llama --rounds 3
 
-Each model runs in a process of its own.
+Each model runs in several processes, one after another: where a process's memory and threads lie
+changes the times of its steps by more than two shardings differ. The first process searches, the
+later ones read the shardings that it kept. A time is the median of those of the processes.
 """
 
 import json
@@ -33,9 +35,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--size", default="small", help="of the models (default: small)")
     parser.add_argument("--rounds", type=whole(), default=5, help="of turns (default 5)")
+    parser.add_argument("--processes", type=whole(), default=3, help="of a model (default 3)")
     parser.add_argument("--candidates", type=whole(), default=5, help="to compile (default 5)")
     parser.add_argument("--only", choices=NAMES, help="measure this one; the script uses this")
     parser.add_argument("--json", type=Path, help="where --only writes its figures")
+    parser.add_argument("--searches", type=Path, help="where --only keeps and finds its search")
     args = parser.parse_args()
 
 import gc
@@ -62,9 +66,9 @@ STEPS = 3
 SETTLE_S = 0.1
 
 
-def measured(name: str, size: str, rounds: int, candidates: int) -> dict[str, Any]:
-    """A model's figures."""
-    spmd.config.cache_dir = None  # an equal search would be read from there
+def measured(name: str, size: str, rounds: int, candidates: int, searches: Path) -> dict[str, Any]:
+    """A model's figures in one process, which searches if folder `searches` has no search yet."""
+    spmd.config.cache_dir = str(searches)
     spmd.simulate(NUM_DEVICES)
     spmd.use_spmd()
     found: dict[str, Any] = {"losses": {}, "peaks": {}, "cpu_s": {}}
@@ -137,7 +141,8 @@ def _prepared(
             step, *inputs, candidates=candidates, objective="measured", report=note
         )
         search["search_s"] = time.perf_counter() - start
-        search["model_s"] = reports["compiling"]  # then the first candidate is compiled
+        # Then the first candidate is compiled, unless the search was kept.
+        search["model_s"] = reports.get("compiling", 0.0)
         search["mesh"] = plan.tried[0].shardings.mesh_text
         search["kind"] = plan.tried[0].candidate.kind.value
         search["candidates"] = _candidates(plan)
@@ -169,15 +174,30 @@ def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _run(name: str) -> dict[str, Any]:
+def _runs(name: str, progress: "tqdm[Any]") -> dict[str, Any]:
+    """A model's figures: of its search those of the first process, of its steps the medians."""
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         words = [sys.executable, "-m", "benchmarks.auto_sharding", "--only", name]
         words += ["--size", args.size, "--rounds", str(args.rounds), "--json", str(path)]
-        words += ["--candidates", str(args.candidates)]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        words += ["--candidates", str(args.candidates), "--searches", folder]
+        for _ in range(args.processes):
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+            runs.append(json.loads(path.read_text()))
+            progress.update()
+    found = dict(runs[0])
+    found["processes"] = [x["cpu_s"] for x in runs]
+    found["cpu_s"] = {
+        strategy: statistics.median(x[strategy] for x in found["processes"])
+        for strategy in found["cpu_s"]
+    }
+    return found
+
+
+def _rate(cpu_s: dict[str, float]) -> float:
+    """The time of the best manual sharding over that of the automatic one."""
+    return min(cpu_s[strategy] for strategy in STRATEGIES) / cpu_s[AUTO]
 
 
 def _error(losses: dict[str, list[float]]) -> float:
@@ -188,12 +208,13 @@ def _error(losses: dict[str, list[float]]) -> float:
 def _row(name: str, found: dict[str, Any]) -> list[str]:
     cpu, peaks = found["cpu_s"], found["peaks"]
     best = min(STRATEGIES, key=cpu.__getitem__)
+    rates = [_rate(one) for one in found["processes"]]
     return [
         name,
         found["mesh"],
         f"{cpu[AUTO] * 1e3:,.0f} ms",
         f"{best}: {cpu[best] * 1e3:,.0f} ms",
-        f"{cpu[best] / cpu[AUTO]:.2f}",
+        f"{_rate(cpu):.2f} ({min(rates):.2f} to {max(rates):.2f})",
         f"{peaks[AUTO] / 1e6:,.1f} MB",
         f"{peaks[best] / 1e6:,.1f} MB",
         f"{_error(found['losses']):.0e}",
@@ -220,11 +241,12 @@ def _note(text: str, holds: bool) -> str:
 
 def main() -> None:
     if args.only:
-        figures = measured(args.only, args.size, args.rounds, args.candidates)
+        figures = measured(args.only, args.size, args.rounds, args.candidates, args.searches)
         args.json.write_text(json.dumps(figures))
         return
-    found = {name: _run(name) for name in tqdm(args.models, desc="models", disable=None)}
-    ratios = [min(x["cpu_s"][s] for s in STRATEGIES) / x["cpu_s"][AUTO] for x in found.values()]
+    with tqdm(total=len(args.models) * args.processes, desc="runs", disable=None) as progress:
+        found = {name: _runs(name, progress) for name in args.models}
+    ratios = [_rate(x["cpu_s"]) for x in found.values()]
     better = sum(ratio > 1 for ratio in ratios) / len(ratios)
     tried = [x for one in found.values() for x in one["candidates"]]
     ranks = {what: _rank(tried, what) for what in ("sent", "bytes")}
@@ -266,7 +288,7 @@ def main() -> None:
         f"{min(prefers):.2f} to {max(prefers):.2f} of the time of those that measuring chooses."
     )
     columns = [
-        *("model", "mesh", "step", "best manual", "rate", "peak", "its peak"),
+        *("model", "mesh", "step", "best manual", "rate (of processes)", "peak", "its peak"),
         *("losses", "search", "with compilation"),
     ]
     rows = [_row(name, x) for name, x in found.items()]
