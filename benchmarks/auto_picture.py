@@ -36,9 +36,9 @@ from spmd_core.auto.decide import Progress
 from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
+from spmd_core.auto.read_step import read_step
 from spmd_core.auto.recorded_step import RecordedStep, record
 from spmd_core.auto.searches import searched
-from spmd_core.auto.step_graph import StepGraph
 from spmd_core.planner.topology import present
 
 NUM_DEVICES, AXES = 8, ("a", "b")
@@ -84,7 +84,7 @@ def chosen() -> Explainer:
     found = present()
 
     def search(recorded: RecordedStep) -> Explainer:
-        groups = group(StepGraph.of(recorded.graph))
+        groups = group(read_step(recorded.graph))
         best, *_ = searched(
             groups,
             found,

@@ -19,7 +19,7 @@ from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import shardings
 from spmd_core.auto.mode import sharded
-from spmd_core.auto.step_graph import StepGraph
+from spmd_core.auto.read_step import read_step
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
@@ -73,7 +73,7 @@ class _Chosen:
 
     def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
         planned = plan()
-        groups = group(StepGraph.of(planned.graph()))
+        groups = group(read_step(planned.graph()))
         machine = dataclasses.replace(Machine.of(present().devices), latency_s=0.0)
         inputs = inputs_of(groups, tensor_names.names())
         found = candidates(groups, machine, inputs, mesh=self._mesh, memory=None)

@@ -31,8 +31,20 @@ FAULTS = (
     Fault(
         "spmd_core/auto/mode.py",
         "state that automatic sharding has split is not marked",
-        "            leaves.set_sharding(storage, sharding)\n",
-        "            pass\n",
+        "    leaves.set_sharding(storage, sharding)\n",
+        "    pass\n",
+    ),
+    Fault(
+        "spmd_core/auto/read_step.py",
+        "the body of a loop counts once in automatic sharding, however often it runs",
+        "self._node(entry, given, values[first:], (*place, i), times * steps, line)",
+        "self._node(entry, given, values[first:], (*place, i), times, line)",
+    ),
+    Fault(
+        "spmd_core/auto/region_rules.py",
+        "automatic sharding splits what is inside of a manual region over the region's axes",
+        "found: dict[int, int | None] = dict.fromkeys(operation.manual.axes)",
+        "found: dict[int, int | None] = {}",
     ),
     Fault(
         "spmd_core/auto/candidates.py",

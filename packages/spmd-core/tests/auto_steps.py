@@ -17,9 +17,9 @@ from spmd_core.auto.decide import inputs_of
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, shardings
+from spmd_core.auto.read_step import read_step
 from spmd_core.auto.recorded_step import RecordedStep, record
 from spmd_core.auto.solve import solve
-from spmd_core.auto.step_graph import StepGraph
 from spmd_core.graph.recorders import lock
 from spmd_core.planner.topology import present
 from spmd_core.program import planning
@@ -127,7 +127,7 @@ def losses(step: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]) -> 
 def groups_of(*tensors: torch.Tensor) -> Groups:
     """The groups of what was recorded for pending tensors."""
     with lock:
-        return group(StepGraph.of(planning.plan([x._handle for x in tensors]).graph()))
+        return group(read_step(planning.plan([x._handle for x in tensors]).graph()))
 
 
 def chosen(
@@ -156,7 +156,7 @@ def chosen(
     inputs = [x.to("xla") for x in example]
 
     def found(recorded: RecordedStep) -> Any:
-        groups = group(StepGraph.of(recorded.graph))
+        groups = group(read_step(recorded.graph))
         machine = Machine.of(present().devices)
         # Not by `candidates`, which names the first of several kinds that choose alike.
         batch_of = batch_classes(groups, inputs_of(groups, recorded.names))

@@ -270,5 +270,5 @@ def test_marks_over_several_meshes():
     spmd.mark_sharding(model.table.weight, spmd.Mesh(range(count), (count,)), (0, None))
     other = spmd.Mesh(range(count), (2, count // 2))
     spmd.mark_sharding(model.blocks[0].up.weight, other, (0, 1))
-    with pytest.raises(AutoShardingError, match=r"must share one mesh; got .*Mark them over one"):
+    with pytest.raises(AutoShardingError, match=r"must share one mesh; got .*Write them over one"):
         spmd.auto_shard(training(model).step, *(x.to("xla") for x in batch), candidates=0)

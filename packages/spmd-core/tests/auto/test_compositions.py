@@ -1,13 +1,12 @@
 """Automatic sharding of models that are sharded in part already, or not computed plainly."""
 
-import contextlib
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from auto_steps import losses, training, words
+from auto_steps import Block, losses, training, words
 from tiers import exhaustive
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -17,6 +16,7 @@ from spmd_core.auto.candidates import Kind, candidates
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings
 from spmd_core.errors import AutoShardingError
+from spmd_core.program import growing_program
 
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 CLOSE = {"rel": 2e-5}
@@ -45,15 +45,60 @@ def scanned(model, mesh):
     spmd.scan_model(model)
 
 
+class Layers(torch.nn.Module):
+    """Layers that run as one loop."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return spmd.scan_layers(self.layers, x)
+
+
+def layered(model, mesh):
+    model.blocks = Layers(model.blocks)
+
+
 def pipelined(model, mesh):
     model.blocks = spmd.pipeline(model.blocks, mesh, axis="tensor", num_microbatches=2)
+
+
+class Region(torch.nn.Module):
+    """A linear layer whose products are summed by an all-reduce that is written out."""
+
+    def __init__(self, linear, mesh, axis_names):
+        super().__init__()
+        self.linear, self.mesh, self.axis_names = linear, mesh, axis_names
+
+    def forward(self, x):
+        rows = "fsdp" if self.axis_names is None else None
+
+        def product(x, weight, bias):
+            return spmd.manual.all_reduce(x @ weight.T, "tensor") + bias
+
+        specs = [(rows, None, "tensor"), (None, "tensor"), ()]
+        mapped = spmd.shard_map(product, self.mesh, specs, (rows,), axis_names=self.axis_names)
+        return mapped(x, self.linear.weight, self.linear.bias)
+
+
+def in_region(model, mesh):
+    model.blocks[1].down = Region(model.blocks[1].down, mesh, None)
+
+
+def in_region_over_one_axis(model, mesh):
+    model.blocks[1].down = Region(model.blocks[1].down, mesh, ["tensor"])
 
 
 def plain(model, mesh):
     pass
 
 
-WAYS = [fsdp_unit, tensor_parallel, both, recomputed, scanned, pipelined]
+WAYS = [
+    *(fsdp_unit, tensor_parallel, both, recomputed, scanned, layered, pipelined),
+    *(in_region, in_region_over_one_axis),
+]
+LOOPS = (scanned, layered)
 
 
 def trained(way, mesh, find, *, is_bf16=False, parts=1):
@@ -103,7 +148,7 @@ def split(monkeypatch):
 
 @pytest.mark.parametrize(
     "way",
-    [w if w in (both, scanned, recomputed) else exhaustive(w) for w in WAYS if w is not pipelined],
+    [exhaustive(w) if w in (fsdp_unit, tensor_parallel, in_region) else w for w in WAYS],
 )
 def test_auto_shard(way, split):
     mesh = spmd.Mesh(range(8), (4, 2), ("fsdp", "tensor"))
@@ -115,18 +160,11 @@ def test_auto_shard(way, split):
 
     got, expected, model = trained(way, mesh, find)
     assert got == pytest.approx(expected, **CLOSE)
-    weights = [block.up.weight.sharding for block in model.blocks]
-    assert weights[1] is not None and not weights[1].is_replicated
-    if way is scanned:
+    weights = [x.up.weight.sharding for x in model.modules() if isinstance(x, Block)]
+    assert weights[-1] is not None and not weights[-1].is_replicated
+    if way in LOOPS:
         assert weights[0] == weights[1]
         assert spmd.metrics.counter("stacks_run_layer_by_layer") == before
-
-
-def test_a_pipeline_is_refused():
-    mesh = spmd.Mesh(range(8), (4, 2), ("fsdp", "tensor"))
-    rule = r"operations on whole tensors; got a step with a pipeline or a shard_map. Shard"
-    with pytest.raises(AutoShardingError, match=rule):
-        trained(pipelined, mesh, lambda step, inputs: spmd.auto_shard(step, *inputs, mesh=mesh))
 
 
 def test_a_loop_that_has_run(split):
@@ -147,15 +185,52 @@ def test_a_loop_that_has_run(split):
     "way",
     [exhaustive(w) if w in (fsdp_unit, tensor_parallel, recomputed) else w for w in WAYS],
 )
-def test_the_mode(way, monkeypatch):
+def test_the_mode(way, split, monkeypatch):
     monkeypatch.setattr(mode, "_MOST_COMPILED", 0)
     mesh = spmd.Mesh(range(8), (4, 2), ("fsdp", "tensor"))
-    said = contextlib.nullcontext()
-    if way in (scanned, pipelined):
-        said = pytest.warns(UserWarning, match=r"leaves programs with (layers|a pipeline).*by hand")
-    with said:
-        got, expected, _ = trained(way, mesh, lambda step, inputs: mode.start(mesh))
+    got, expected, model = trained(way, mesh, lambda step, inputs: mode.start(mesh))
     assert got == pytest.approx(expected, **CLOSE)
+    weights = [x.up.weight.sharding for x in model.modules() if isinstance(x, Block)]
+    assert weights[-1] is not None and not weights[-1].is_replicated
+    assert way not in LOOPS or weights[0] == weights[1]
+
+
+def left_on_devices():
+    """A tensor that is local to a region, behind it."""
+    kept = []
+    mesh = spmd.Mesh(range(8), (8,), ("rows",))
+
+    def function(block):
+        kept.append(block * 2)
+        return kept[0]
+
+    spmd.shard_map(function, mesh, [("rows",)], ("rows",))(torch.ones(8, 4, device="xla"))
+    spmd.sync()
+    return kept[0]
+
+
+def grown(monkeypatch):
+    """A tensor with room for more rows, as a loop has left it."""
+    monkeypatch.setattr(growing_program, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 0)
+    rows = torch.ones(3, 4, device="xla")
+    for _ in range(6):
+        rows = torch.cat([rows, rows[-1:] @ torch.eye(4, device="xla")])
+        spmd.sync()
+    assert rows._handle.value.placement.room is not None
+    return rows
+
+
+def test_what_is_no_whole_tensor_is_refused_and_left_as_it_is(monkeypatch):
+    local, of_any_size = left_on_devices(), grown(monkeypatch)
+    for given, what in ((local, "shard_map has left"), (of_any_size, "whose size varies")):
+        with pytest.raises(AutoShardingError, match=f"got a step that reads .*{what}.* by marks"):
+            spmd.auto_shard(lambda given=given: given.T @ given)
+    mode.start()
+    total = local.T @ local
+    with pytest.warns(UserWarning, match=r"leaves programs that read a tensor.*has left.*by hand"):
+        spmd.sync()
+    del total
 
 
 @pytest.mark.parametrize(("is_bf16", "parts"), [(True, 1), (False, 2)])

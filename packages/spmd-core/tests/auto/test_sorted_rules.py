@@ -6,7 +6,7 @@ from grouped_experts import experts, gradients, tensors
 
 import spmd_core as spmd
 from spmd_core.auto import sorted_rules
-from spmd_core.auto.step_graph import StepGraph
+from spmd_core.auto.read_step import read_step
 from spmd_core.graph.recorders import lock
 from spmd_core.program.planning import plan
 
@@ -18,7 +18,7 @@ def recorded(*found):
 
 def test_rows_and_what_is_summed():
     found = [t + 0 for t in gradients(experts, [t.to("xla") for t in tensors()])]
-    step = StepGraph.of(recorded(*found))
+    step = read_step(recorded(*found))
     of_products = [x for x in step.operations if x.entry.name == "aten::_grouped_mm"]
     assert len(of_products) == 6 and {x.node for x in of_products} <= {
         *sorted_rules.rules(step.recorded)

@@ -76,3 +76,19 @@ def test_kernels_move_cut_and_join(mesh_2d, num_devices, dim, sizes):
     np.testing.assert_array_equal(result(sections.join(dim, spec), *parts)[0], ordered)
     for found, part in zip(result(sections.cut(dim, spec), ordered), parts, strict=True):
         np.testing.assert_array_equal(found, part)
+
+
+def test_a_device_reads_its_position_as_data():
+    """A region in a region, as `lax.axis_index` would make, is lost to XLA in some programs."""
+    if spmd.global_runtime_device_count() < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(4), (2, 2), ("rows", "heads"))
+    spec = Spec.contiguous((24, 4), torch.float32)
+    sections = Sections.of(mesh, 1, (8, 8, 8))
+    for entry in (sections.order(0, spec), sections.restore(0, spec)):
+        text = (
+            jax.jit(lambda x, own=entry: own.kernel(None, [x], []))
+            .lower(np.ones((24, 4)))
+            .as_text()
+        )
+        assert "manual_computation" in text and "partition_id" not in text

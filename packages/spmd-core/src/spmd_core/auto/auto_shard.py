@@ -14,10 +14,10 @@ from spmd_core.auto.explained import Explainer
 from spmd_core.auto.groups import Groups, group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.measure import measured
+from spmd_core.auto.read_step import read_step
 from spmd_core.auto.recorded_step import RecordedStep, record
 from spmd_core.auto.searches import searched
 from spmd_core.auto.sharding_plan import Row, ShardingPlan, mark_result
-from spmd_core.auto.step_graph import StepGraph
 from spmd_core.auto.tried import Progress, Tried
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
@@ -115,7 +115,7 @@ def auto_shard(
         _require_measurable(most, topology)
 
     def search(recorded: RecordedStep) -> tuple[RecordedStep, Groups, list[Tried]]:
-        groups = group(StepGraph.of(recorded.graph))
+        groups = group(read_step(recorded.graph))
         limit, progress = memory or found.hbm_bytes, Progress()
         if objective == "measured":
             progress.programs = {}
@@ -207,16 +207,18 @@ def _step_of(given: Any, arguments: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def marked_mesh(groups: Groups) -> Mesh | None:
-    """The mesh of the user's marks; None if there are none.
+    """The mesh of the user's marks and manual regions; None if there are none.
 
     Raises:
         AutoShardingError: they have different meshes.
     """
-    meshes = {x.fixed.mesh for x in groups.step.tensors if x.fixed is not None}
+    step = groups.step
+    meshes = {x.fixed.mesh for x in step.tensors if x.fixed is not None}
+    meshes |= {x.manual.mesh for x in step.operations if x.manual is not None}
     if len(meshes) > 1:
         raise AutoShardingError(
-            "marks that are there before automatic sharding must share one mesh; got "
-            f"{', '.join(sorted(map(repr, meshes)))}. Mark them over one mesh."
+            "marks and manual regions that are there before automatic sharding must share one "
+            f"mesh; got {', '.join(sorted(map(repr, meshes)))}. Write them over one mesh."
         )
     return meshes.pop() if meshes else None
 

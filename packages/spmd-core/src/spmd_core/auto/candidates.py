@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from spmd_core.auto import region_rules
 from spmd_core.auto.batch import batch_classes
 from spmd_core.auto.costs import NONE, SMALL_BYTES, CostModel
 from spmd_core.auto.groups import Groups
@@ -160,12 +161,19 @@ def _allowed(
 
 
 def fixed(groups: Groups, num_axes: int) -> list[dict[int, int]]:
-    """For each axis the classes that the user's marks choose, by tie.
+    """For each axis the classes that the user's marks and manual regions choose, by tie.
 
     Raises:
         AutoShardingError: marks of the user contradict each other.
     """
     found: list[dict[int, int]] = [{} for _ in range(num_axes)]
+    for i, operation in enumerate(groups.step.operations):
+        for axis, factor in region_rules.given(operation).items():
+            c = NONE if factor is None else groups.factor_class[i, factor]
+            found[axis][groups.tie[groups.of_operation[i]]] = c
+    for t, tensor in enumerate(groups.step.tensors):
+        for axis in () if tensor.manual is None else tensor.manual.axes:
+            found[axis][groups.tie[groups.of_tensor[t]]] = NONE
     chosen_by: dict[tuple[int, int], int] = {}
     for t, sharding in _marked(groups):
         tie = groups.tie[groups.of_tensor[t]]

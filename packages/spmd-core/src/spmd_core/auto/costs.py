@@ -81,8 +81,11 @@ class CostModel:
         kinds: dict[Hashable, list[int]] = {}
         for i, operation in enumerate(groups.step.operations):
             kinds.setdefault(self._kind(i, operation), []).append(i)
-        # One operation of each kind, and how many there are.
-        self.operations = [(same[0], len(same)) for same in kinds.values()]
+        # One operation of each kind, and how often those of its kind run.
+        operations = groups.step.operations
+        self.operations = [
+            (same[0], sum(operations[i].times for i in same)) for same in kinds.values()
+        ]
         self._traffics: dict[int, float] = {}  # by operation
         self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], AxisCosts] = {}
         self._rows: dict[tuple[int, tuple[tuple[int, ...], ...]], list[list[np.ndarray]]] = {}
@@ -277,6 +280,9 @@ class CostModel:
         costs = np.zeros((len(options), len(held)))
         if not dims or size == 0:
             return costs
+        border = operation.entry.border
+        if border is not None and border.is_exit != is_result and axis in border.manual.axes:
+            return costs  # the blocks of a manual region are where they are
         partial = set()
         needs: list[int | None] = []
         for c in options:

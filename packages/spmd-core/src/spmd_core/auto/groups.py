@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from spmd_core.auto.step_graph import Operation, StepGraph
+from spmd_core.auto.step_graph import JoinEntry, Operation, StepGraph
 
 # How far around a group its surroundings must look alike for it to be tied to another one.
 _ROUNDS = 3
@@ -123,10 +123,14 @@ def _followed(
     """The tensors that are split as the operation is, with their factors."""
     if not operation.is_light:
         return []
+    if isinstance(operation.entry, JoinEntry):
+        return list(operation.dims)
     most = max(step.tensors[t].spec.num_elements for t, _ in operation.dims)
     results = {t for t, _ in operation.results}
     kept = []
     for tensor, factors in operation.dims:
+        if step.tensors[tensor].manual != operation.manual:
+            continue  # a global tensor in a manual region, equal on all of its devices
         spec = step.tensors[tensor].spec
         is_part = _is_part(operation, step, spec.num_elements, most)
         if tensor in results or spec.num_elements == most or is_part:
@@ -248,6 +252,7 @@ def _signature(found: Groups, number: int) -> Hashable:
             id(step.operations[i].entry),
             step.operations[i].part if not step.operations[i].entry.traits.by_item else -1,
             tuple(found.factor_class[i, f] for f in step.operations[i].factors),
+            (step.operations[i].times, step.operations[i].manual),
         )
         for i in one.operations
     )
@@ -256,6 +261,7 @@ def _signature(found: Groups, number: int) -> Hashable:
             id(step.tensors[t].spec.logical),
             step.tensors[t].leaf is None,
             step.tensors[t].fixed,
+            step.tensors[t].manual,
             tuple(
                 found.tensor_class.get((t, d), -1) for d in range(len(step.tensors[t].spec.shape))
             ),

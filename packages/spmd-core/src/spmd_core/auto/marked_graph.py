@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from spmd_core.auto.costs import NONE
 from spmd_core.auto.groups import Groups
+from spmd_core.auto.marked_loops import by_loop, mark, with_marks
 from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import Solution
-from spmd_core.auto.step_graph import updated
+from spmd_core.auto.step_graph import Place, updated
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
-from spmd_core.marks.constraints import mark_entry
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.leaves import marked_placement
-from spmd_core.program.mark_names import MARK, MARK_SHARDING
 from spmd_core.program.program_graph import Node, RecordedGraph
+from spmd_core.program.regions import of_results
 from spmd_core.runtime.jax_sharding import jax_axis_names, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -32,12 +32,15 @@ class Shardings:
         leaves: for each graph input its sharding.
         marks: the tensors inside of the step that are marked, by their positions, with shardings.
         gradients: those of `marks` that are gradients of parameters.
+        in_loops: marks inside of loops' bodies: where each is, its sharding, and whether it is of a
+            gradient of a parameter.
     """
 
     mesh: Mesh
     leaves: tuple[Sharding, ...]
     marks: tuple[tuple[int, Sharding], ...]
     gradients: frozenset[int]
+    in_loops: tuple[tuple[Place, Sharding, bool], ...] = ()
 
     def placements(self) -> list[Placement]:
         """Where each graph input lies."""
@@ -46,12 +49,16 @@ class Shardings:
 
     def without_results(self) -> "Shardings":
         """These, with marks of gradients alone."""
-        return replace(self, marks=tuple(x for x in self.marks if x[0] in self.gradients))
+        return replace(
+            self,
+            marks=tuple(x for x in self.marks if x[0] in self.gradients),
+            in_loops=tuple(x for x in self.in_loops if x[2]),
+        )
 
     @property
     def marks_results(self) -> bool:
         """Whether more than gradients is marked."""
-        return len(self.marks) > len(self.gradients)
+        return len(self.marks) > len(self.gradients) or not all(x[2] for x in self.in_loops)
 
     @property
     def mesh_text(self) -> str:
@@ -96,7 +103,14 @@ def shardings(
             for i in alike:
                 leaves[i] = most_common
         marks, gradients = _in_code(groups, solution, sharding, markable, leaves)
-    return Shardings(mesh, tuple(leaves), tuple(sorted(marks.items())), frozenset(gradients))
+    places = groups.step.places
+    return Shardings(
+        mesh,
+        tuple(leaves),
+        tuple(sorted((t, x) for t, x in marks.items() if t not in places)),
+        frozenset(gradients.difference(places)),
+        tuple(sorted((places[t], x, t in gradients) for t, x in marks.items() if t in places)),
+    )
 
 
 _Marks = tuple[dict[int, Sharding], set[int]]
@@ -153,7 +167,7 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
     marks, gradients = {}, set()
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for tensor in _to_mark(groups, solution):
-        if step.tensors[tensor].spec.num_elements == 1:
+        if step.tensors[tensor].spec.num_elements == 1 or step.tensors[tensor].manual is not None:
             continue
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
             tensor, is_sum = _as_updated(groups, tensor)
@@ -276,29 +290,31 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     )
     num_leaves = len(leaves)
     nodes: list[Node] = []
+    in_loops = by_loop(found.in_loops)
     number: dict[int, int] = {-i - 1: -i - 1 for i in range(num_leaves)}
     before = count = 0
-    for node in recorded.nodes:
-        nodes.append(Node(node.entry, tuple(number[n] for n in node.inputs), node.origin))
+    for i, node in enumerate(recorded.nodes):
+        entry = with_marks(node.entry, in_loops.get(i, ()))
+        nodes.append(Node(entry, tuple(number[n] for n in node.inputs), node.origin))
         for i in range(len(node.entry.outs)):
             number[before + i] = count + i
         count += len(node.entry.outs)
         for i, spec in enumerate(node.entry.outs):
             tensor = num_leaves + before + i
             if tensor in marks:
-                summed = () if tensor in found.gradients else None
-                name = MARK_SHARDING if summed is None else MARK
-                entry = mark_entry(spec, marks[tensor], name, summed_over=summed)
+                entry = mark(spec, marks[tensor], is_gradient=tensor in found.gradients)
                 nodes.append(Node(entry, (number[before + i],), node.origin))
                 number[before + i] = count
                 count += 1
         before += len(node.entry.outs)
     replaced = {output: leaf for leaf, output in updated(recorded).items()}
-    outputs = []
+    outputs, regions = [], of_results(recorded)
     for i, output in enumerate(recorded.outputs):
         placement = output.placement
         if i in replaced:
             placement = placements[replaced[i]]
+        elif output.value >= 0 and regions[output.value] is not None:
+            pass  # it stays on the devices of its manual region
         elif placement is not None or not output.spec.shape:
             placement = Placement.of(replicated(ids), None)
         outputs.append(replace(output, value=number[output.value], placement=placement))

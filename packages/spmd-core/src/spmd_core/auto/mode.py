@@ -12,12 +12,14 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, positions
+from spmd_core.auto.read_step import read_step
 from spmd_core.auto.recorded_step import RecordedStep, why_not
 from spmd_core.auto.searches import searched
-from spmd_core.auto.step_graph import StepGraph, updated
+from spmd_core.auto.step_graph import updated
 from spmd_core.auto.waiting_draws import WaitingDraws, as_inputs, draw
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
+from spmd_core.graph.stacks import row_sharding
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
@@ -29,6 +31,7 @@ from spmd_core.program.planning import CutPlan, collect
 from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import abstract
 from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
 
 _log = logging.getLogger(__name__)
 # How many candidates are compiled for the first program; later ones keep its mesh and shardings,
@@ -42,8 +45,8 @@ class Automatic:
 
     The first program with a product is searched, and its inputs that stay, parameters and state,
     are marked: later searches take these marks as given. Programs without products, such as those
-    that draw the weights, run as they are, and so do, with a warning, those with a manual region or
-    a loop over layers.
+    that draw the weights, run as they are, and so do, with a warning, those that read what is not
+    a whole tensor (`why_not`).
 
     Attributes:
         mesh: the mesh of all plans, or the shape that it shall have, () for any, until the first
@@ -117,7 +120,7 @@ class Automatic:
         if refused not in self._warned:
             self._warned.add(refused)
             warnings.warn(
-                "automatic sharding reads operations on whole tensors, and leaves programs with "
+                "automatic sharding splits whole tensors, and leaves programs that read "
                 f"{refused} as their marks say. Shard these by hand.",
                 stacklevel=2,
             )
@@ -128,7 +131,7 @@ class Automatic:
         if not any(entry_flops(node.entry) for node in graph.nodes):
             return None
         _log.info("searching shardings for %s", planned.name)
-        groups = group(StepGraph.of(graph))
+        groups = group(read_step(graph))
         devices = self.topology or present()
         given = self._given(len(devices.devices))
         is_first = not isinstance(self.mesh, Mesh) or not self._known
@@ -184,19 +187,31 @@ def _mark(planned: CutPlan, found: Shardings) -> None:
     graph = planned.graph()
     names = tensor_names.names()
     state = updated(graph)
-    for i, (leaf, sharding) in enumerate(zip(graph.leaves, found.leaves)):
-        storage = None if leaf.owner is None else leaf.owner()
-        if storage is None or not sharding.ndim or storage.sharding is not None:
+    stacks = {stack.value: stack for stack, _ in planned.stacked.rows.values()}
+    for i, (leaf, sharding) in enumerate(zip(planned.leaves, found.leaves)):
+        own: Sharding | None = sharding
+        storages = [None if leaf.owner is None else leaf.owner()]
+        if leaf in stacks:
+            own, storages = row_sharding(sharding), stacks[leaf].storages()
+        if own is None or not own.ndim:
             continue
-        if i in state or storage in names:
-            leaves.set_sharding(storage, sharding)
-            before = storage.committed
-            if before is not None and before is not storage.value:  # an update is pending
-                host = before.placement.jax_sharding is None
-                if host:
-                    before.placement = leaves.host_placement(sharding)
-                else:
-                    leaves.move(before, leaves.marked_placement(sharding))
+        for storage in storages:
+            if (
+                storage is not None
+                and storage.sharding is None
+                and (i in state or storage in names)
+            ):
+                _mark_storage(storage, own)
+
+
+def _mark_storage(storage: Storage, sharding: Sharding) -> None:
+    leaves.set_sharding(storage, sharding)
+    before = storage.committed
+    if before is not None and before is not storage.value:  # an update is pending
+        if before.placement.jax_sharding is None:
+            before.placement = leaves.host_placement(sharding)
+        else:
+            leaves.move(before, leaves.marked_placement(sharding))
 
 
 def sharded(planned: CutPlan, found: Shardings) -> CutPlan:

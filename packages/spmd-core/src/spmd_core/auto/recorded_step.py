@@ -19,7 +19,7 @@ from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Handle, Storage, pending, read, take_pending
 from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
-from spmd_core.modules.layer_stack import LayerStack, one_by_one
+from spmd_core.modules.one_by_one import Layers, one_by_one
 from spmd_core.program import execution, planning, tensor_names
 from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.planning import CutPlan, collect
@@ -72,7 +72,7 @@ class RecordedStep:
         names: the names of its tensors, by storage.
         calls: the calls of each module, by the module.
         gradients: for each gradient that a backward gave a parameter, its position and the leaf's.
-        loops: the layers of each stack that runs as a loop (`scan_model`), recorded one by one.
+        loops: the layers of each loop (`scan_model`, `scan_layers`), recorded one by one.
         leaves: for each graph input its storage; None if nothing holds it any more.
         inputs: for each graph input its value, while the step is recorded.
         numbers: the graph's scalar inputs, in the order of its operations.
@@ -165,13 +165,13 @@ class _Seen:
 
     calls: list[_SeenCall] = field(default_factory=list)
     gradients: list[tuple[Storage, Value]] = field(default_factory=list)
-    loops: dict[LayerStack, list[nn.Module]] = field(default_factory=dict)
+    loops: Layers = field(default_factory=dict)
 
 
 def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     with lock:
         planned = planning.plan(live, one_by_one=True)
-    _require_operations(planned)
+    _require_whole(planned)
     graph = planned.graph()
     first, count = {}, len(graph.leaves)
     for node in planned.nodes:
@@ -209,25 +209,24 @@ def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
 
 
 def why_not(planned: CutPlan) -> str | None:
-    """What of a plan is no operation on whole tensors, and so cannot be searched; None if all is.
+    """What a plan reads that cannot be searched; None if there is nothing.
 
     Args:
         planned: of a step, or of any program.
     """
-    if planned.stacked.rows or planned.stacked.results:
-        return "layers that are stacked by scan_layers"
-    is_local = any(leaf.placement.manual or leaf.placement.room for leaf in planned.leaves)
-    if is_local or any(node.entry.border is not None for node in planned.nodes):
-        return "a pipeline or a shard_map"
+    if any(leaf.placement.manual for leaf in planned.leaves):
+        return "a tensor that a shard_map has left on its devices"
+    if any(leaf.placement.room for leaf in planned.leaves):
+        return "a tensor whose size varies"
     return None
 
 
-def _require_operations(planned: CutPlan) -> None:
+def _require_whole(planned: CutPlan) -> None:
     refused = why_not(planned)
     if refused is not None:
         raise AutoShardingError(
-            f"automatic sharding reads operations on whole tensors; got a step with {refused}. "
-            "Shard these by marks. Models with scan_model can be searched."
+            f"automatic sharding splits whole tensors; got a step that reads {refused}. "
+            "Compute it in the step, or shard the step by marks."
         )
 
 

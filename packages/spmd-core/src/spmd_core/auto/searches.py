@@ -115,14 +115,15 @@ def _lines(groups: Groups, inputs: Sequence[int]) -> list[str]:
     found = [f"{graph.options} {graph.checks_indices} {graph.fold_layers} inputs {inputs}"]
     for tensor in step.tensors:
         mark = "" if tensor.fixed is None else fingerprint.mark_text(tensor.fixed)
-        found.append(f"tensor {tensor.spec!r} {tensor.leaf} {mark}")
+        found.append(f"tensor {tensor.spec!r} {tensor.leaf} {mark} {tensor.manual}")
     found += [f"{fingerprint.entry_text(node.entry)} of {node.inputs}" for node in graph.nodes]
     for operation in step.operations:
         rule = operation.rule
         reduced = [sorted(factors) for factors in rule.reduced]
         found.append(
             f"operation {operation.node} {operation.part} {operation.dims} {rule.sizes} {reduced} "
-            f"{sorted(rule.halos)} {sorted(rule.replicated)} {operation.flops}"
+            f"{sorted(rule.halos)} {sorted(rule.replicated)} {operation.flops} {operation.times} "
+            f"{operation.manual}"
         )
     found += [f"result {output.value} {output.placement is None}" for output in graph.outputs]
     found.append(f"updates {sorted(step.updated.items())} ties {groups.tie}")

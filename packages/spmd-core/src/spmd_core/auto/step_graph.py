@@ -1,4 +1,4 @@
-"""A recorded step as tensors and operations whose dims are related: what a search splits.
+"""A step as tensors and operations whose dims are related: what a search splits.
 
 The rule of each operation (`program.dim_rules`) says which dims of its operands are which dims of
 its results, and what it sums. Rules are those of ATen operations and not of StableHLO's: a step has
@@ -9,14 +9,22 @@ is.
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from spmd_core.auto import sorted_rules
+from spmd_core.graph.stacks import stacked_sharding
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.metrics.flops import entry_flops
-from spmd_core.program import dim_rules
 from spmd_core.program.dim_rules import DimRule, Dims
 from spmd_core.program.program_graph import Leaf, RecordedGraph
-from spmd_core.sharding.sharding import Sharding
+from spmd_core.sharding.sharding import Manual, Sharding
 from spmd_core.source_lines import Origin
+
+# Where a value of a loop's body is: the positions of the loop among the recorded nodes and of loops
+# inside of it among the nodes of their bodies, and its value number in the innermost body.
+Place = tuple[int, ...]
+
+
+class JoinEntry(Entry):
+    """Stands for what a loop does with a tensor: all its operands and results are split alike."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,14 @@ class Tensor:
         spec: shape and dtype.
         leaf: the position of the graph input that it is; None for a result.
         fixed: the user's mark; None if the search may choose.
+        manual: the manual region that it is local to, over whose axes nothing splits it further;
+            None for a global tensor.
     """
 
     spec: Spec
     leaf: int | None
     fixed: Sharding | None = None
+    manual: Manual | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +61,10 @@ class Operation:
         entry: what it does.
         rule: its dims, as factors.
         operands, results: the positions of its tensors, with their positions in the rule.
-        flops: of all devices together, by torch's formula; 0 if there is none.
+        flops: of all devices together, by torch's formula; 0 if there is none. Inside of a manual
+            region, of all devices along its other axes.
+        times: how often it runs in a step.
+        manual: the manual region that it is inside of, or whose border it crosses; None if none.
         origin: the user's line and module; None if not recorded.
     """
 
@@ -61,6 +75,8 @@ class Operation:
     operands: tuple[tuple[int, int], ...]
     results: tuple[tuple[int, int], ...]
     flops: int
+    times: int = 1
+    manual: Manual | None = None
     origin: Origin | None = field(default=None, compare=False)
 
     @cached_property
@@ -79,8 +95,12 @@ class Operation:
     def is_light(self) -> bool:
         """Whether its results have the dims of its operands: nothing is summed or looked up.
 
-        A mark is not light: what it reads may be split in another way.
+        A mark is not light: what it reads may be split in another way. Nor is a border.
         """
+        if isinstance(self.entry, JoinEntry):
+            return True
+        if self.entry.border is not None:
+            return False
         kept = {f for _, i in self.results for dim in self.rule.results[i] for f in dim}
         if self.flops or self.entry.sharding is not None or not kept.issuperset(self.factors):
             return False
@@ -120,10 +140,12 @@ class StepGraph:
 
     Attributes:
         recorded: the graph that they were made of.
-        tensors: the values: first the graph inputs, then the results of all nodes.
-        operations: at least one for each node.
+        tensors: the values: first the graph inputs, then the results of all nodes, then those of
+            loops' bodies.
+        operations: at least one for each node; those of a loop's body in place of the loop.
         outputs: for each output of the graph, the position of its tensor.
         updated: for the position of a leaf that an output replaces, the position of that output.
+        places: for the tensors of loops' bodies, where they are.
     """
 
     recorded: RecordedGraph
@@ -131,45 +153,7 @@ class StepGraph:
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
     updated: dict[int, int]
-
-    @staticmethod
-    def of(recorded: RecordedGraph) -> "StepGraph":
-        """The step of a recorded graph. Lowers each distinct operation once, about 6 ms each."""
-        num_leaves = len(recorded.leaves)
-        tensors = [Tensor(leaf.spec, i, mark_of(leaf)) for i, leaf in enumerate(recorded.leaves)]
-
-        def position(number: int) -> int:
-            return num_leaves + number if number >= 0 else -number - 1
-
-        operations = []
-        rules: dict[Entry, DimRule] = {}
-        of_sorted = sorted_rules.rules(recorded)
-        for i, node in enumerate(recorded.nodes):
-            operands = tuple(position(n) for n in node.inputs)
-            results = tuple(range(len(tensors), len(tensors) + len(node.entry.outs)))
-            tensors += [Tensor(spec, None, node.entry.sharding) for spec in node.entry.outs]
-            rule = of_sorted.get(i) or rules.get(node.entry)
-            if rule is None:
-                specs = [tensors[t].spec for t in operands]
-                is_attention = node.entry.traits.query is not None
-                find = dim_rules.dims_in_one_block if is_attention else dim_rules.dims
-                rule = rules[node.entry] = find(node.entry, specs)
-            flops = entry_flops(node.entry)
-            for part, (read, made) in enumerate(_parts(rule)):
-                operations.append(
-                    Operation(
-                        i,
-                        part,
-                        node.entry,
-                        rule,
-                        tuple((operands[k], k) for k in read),
-                        tuple((results[k], k) for k in made),
-                        0 if part else flops,
-                        node.origin,
-                    )
-                )
-        outputs = tuple(position(output.value) for output in recorded.outputs)
-        return StepGraph(recorded, tuple(tensors), tuple(operations), outputs, updated(recorded))
+    places: dict[int, Place] = field(default_factory=dict)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -190,29 +174,6 @@ class StepGraph:
         return tuple(found)
 
 
-def _parts(rule: DimRule) -> list[tuple[list[int], list[int]]]:
-    """The operands and results that have dims in common, for each part of an operation."""
-    part_of: dict[int, int] = {}  # of a factor
-
-    def root(factor: int) -> int:
-        while part_of.setdefault(factor, factor) != factor:
-            factor = part_of[factor]
-        return factor
-
-    for dims in (*rule.operands, *rule.results):
-        first, *others = [f for dim in dims for f in dim] or [-1]
-        for other in others:
-            part_of[root(other)] = root(first)
-    parts: dict[int, tuple[list[int], list[int]]] = {}
-    for side, tensors in enumerate((rule.operands, rule.results)):
-        for i, dims in enumerate(tensors):
-            factors = [f for dim in dims for f in dim]
-            # Tensors of one element have no dims, and belong to no part.
-            key = root(factors[0]) if factors else -1
-            parts.setdefault(key, ([], []))[side].append(i)
-    return list(parts.values())
-
-
 def mark_of(leaf: Leaf) -> Sharding | None:
     """The mark of the tensor that a graph input is; None if it has none.
 
@@ -220,6 +181,8 @@ def mark_of(leaf: Leaf) -> Sharding | None:
     """
     owner = None if leaf.owner is None else leaf.owner()
     mark: Sharding | None = leaf.placement.sharding if owner is None else owner.sharding
+    if mark is not None and mark.ndim < len(leaf.spec.shape):  # that of the rows of a stack
+        return stacked_sharding(mark)
     return mark
 
 

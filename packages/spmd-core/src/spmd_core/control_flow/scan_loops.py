@@ -17,7 +17,7 @@ from spmd_core.control_flow.operands import Key, active, record
 from spmd_core.control_flow.scan_steps import Step, read_by
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import read
-from spmd_core.graph.subgraphs import ControlEntry
+from spmd_core.graph.subgraphs import SCAN, ControlEntry
 from spmd_core.graph.values import Spec, Value
 from spmd_core.ops.kernels import control
 from spmd_core.ops.kernels.traits import Elements
@@ -73,7 +73,7 @@ class Loop:
         entry = known(
             key,
             lambda: ControlEntry(
-                "spmd::scan",
+                SCAN,
                 control.scan(num_carry, num_stacked, length, reverse=reverse),
                 (subgraph,),
                 outs,

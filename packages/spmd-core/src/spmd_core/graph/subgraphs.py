@@ -27,6 +27,10 @@ Control = Callable[
 ]
 
 
+SCAN = "spmd::scan"
+"""The name of a loop over the rows of stacks that carries tensors (`control_flow.scans`)."""
+
+
 class StandIn:
     """The data of a leaf that stands for the values of all iterations.
 
@@ -122,15 +126,20 @@ class ControlEntry(Entry):
                 return entry.with_entries(change)
             return change(entry)
 
-        subgraphs = tuple(
-            Subgraph(
-                subgraph.parameters,
-                tuple((changed(entry), inputs) for entry, inputs in subgraph.nodes),
-                subgraph.outputs,
-                subgraph.origins,
+        return self.with_subgraphs(
+            tuple(
+                Subgraph(
+                    subgraph.parameters,
+                    tuple((changed(entry), inputs) for entry, inputs in subgraph.nodes),
+                    subgraph.outputs,
+                    subgraph.origins,
+                )
+                for subgraph in self.subgraphs
             )
-            for subgraph in self.subgraphs
         )
+
+    def with_subgraphs(self, subgraphs: tuple[Subgraph, ...]) -> "ControlEntry":
+        """The same operation on other subgraphs, with equal parameters, results and numbers."""
         return ControlEntry(
             self.name,
             self.control,

@@ -15,9 +15,8 @@ from spmd_core.debugging.programs import kept
 from spmd_core.graph.subgraphs import ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.step_programs import given
+from spmd_core.program import regions
 from spmd_core.program.program_graph import Node, RecordedGraph
-from spmd_core.program.regions import manual_of
-from spmd_core.sharding.sharding import Manual
 from spmd_core.source_lines import Origin, Phase
 
 
@@ -163,12 +162,10 @@ def _operations(graph: RecordedGraph) -> Iterator[tuple[Node, int]]:
     That is 1 for the operations on whole tensors; inside a manual region, each position along the
     region's axes runs an operation.
     """
-    leaves = [leaf.placement.manual for leaf in graph.leaves]
-    results: list[Manual | None] = []
+    manuals, first = regions.of_results(graph), 0
     for node in graph.nodes:
-        inputs = [leaves[-i - 1] if i < 0 else results[i] for i in node.inputs]
-        manual = manual_of(node.entry.name, node.entry.border, inputs)
-        results += [manual] * len(node.entry.outs)
+        manual = manuals[first] if node.entry.outs else None
+        first += len(node.entry.outs)
         sizes = () if manual is None else (manual.mesh.mesh_shape[axis] for axis in manual.axes)
         yield node, math.prod(sizes)
 

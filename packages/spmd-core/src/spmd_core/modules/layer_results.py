@@ -60,7 +60,7 @@ class LayerResults:
         self._same = [self._arguments.get(id(leaf)) for leaf in leaves]
         return returned, [leaf for leaf, same in zip(leaves, self._same) if same is None]
 
-    def joined(self, x: Any, stacks: Sequence[torch.Tensor], count: int) -> Any:
+    def joined(self, x: Any, stacks: Sequence[torch.Tensor | None], count: int) -> Any:
         """What `count` layers return, of the last `x` and the stacks."""
         given = iter(stacks)
         leaves = [

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -30,31 +29,12 @@ from spmd_core.modules.layer_call import LayerCall, State, state_of
 from spmd_core.modules.layer_loop import run_layers
 from spmd_core.modules.layer_results import LayerResults
 from spmd_core.modules.layer_stacks import rows_of
+from spmd_core.modules.one_by_one import called_one_by_one
 
 ATTRIBUTE = "_runs_in_stack"
 """The attribute of a layer that has its stack."""
 
 _UNDO = "Call spmd.scan_model(model, undo=True) for a model that does this"
-
-
-# Guarded by: the context. Cleared by: the end of `one_by_one`.
-_one_by_one: ContextVar["dict[LayerStack, list[nn.Module]] | None"] = ContextVar(
-    "one_by_one", default=None
-)
-
-
-@contextmanager
-def one_by_one() -> Iterator["dict[LayerStack, list[nn.Module]]"]:
-    """Inside, the layers of all stacks run one by one; gives the layers of those that are called.
-
-    For a search of shardings, which reads operations and no loops. Of this thread and context.
-    """
-    called: dict[LayerStack, list[nn.Module]] = {}
-    token = _one_by_one.set(called)
-    try:
-        yield called
-    finally:
-        _one_by_one.reset(token)
 
 
 class _Phase(Enum):
@@ -115,7 +95,7 @@ class LayerStack:
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        called = _one_by_one.get()
+        called = called_one_by_one()
         if called is not None:
             called.setdefault(self, self.layers(layer))
             return run(*args, **kwargs)

@@ -15,6 +15,7 @@ from spmd_core.modules.layer_loop import WrittenError, run_layers
 from spmd_core.modules.layer_results import LayerResults
 from spmd_core.modules.layer_stacks import stacked
 from spmd_core.modules.layer_state import LayerState
+from spmd_core.modules.one_by_one import called_one_by_one
 
 
 def scan_layers(
@@ -90,6 +91,16 @@ def scan_layers(
         return layer(x, *args, **kwargs) if per_layer is None else layer(x, own, *args, **kwargs)
 
     result = LayerResults((args, kwargs))
+    called = called_one_by_one()
+    if called is not None:
+        called[tuple(modules)] = modules
+        rows = []
+        for index, layer in enumerate(modules):
+            own = pytree.tree_unflatten([_of_layer(part, index) for part in parts], tree)
+            x, others = result.split(x, call(layer, x, own), layer)
+            rows.append(others)
+        columns = [None if each[0] is None else torch.stack(each) for each in zip(*rows)]
+        return result.joined(x, columns, len(modules))
     written: list[int] = []  # the parts that layers write in place
 
     def step(layer: nn.Module, x: Any, own: Sequence[Any], rows: Any) -> tuple[Any, Any]:
@@ -142,6 +153,14 @@ class _Part:
         if is_one and torch.is_grad_enabled():
             stack = stack.clone()  # autograd may save it, and refuses what is written then
         return LayerState(stack, self.owners, is_one, self.where)
+
+
+def _of_layer(part: _Part | None, index: int) -> torch.Tensor | None:
+    """A layer's own tensor, to which what it writes in place is written."""
+    if part is None:
+        return None
+    is_one = not part.owners or part.owners[0] is part.stack
+    return part.stack[index] if is_one else part.owners[index]
 
 
 def _modules(layers: Iterable[nn.Module]) -> list[nn.Module]:

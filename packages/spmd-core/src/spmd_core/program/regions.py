@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.ops import registry
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh, jax_partition_spec
 from spmd_core.sharding.sharding import Border, Manual
 
@@ -52,6 +53,17 @@ def manual_of(
             f"{entry_name} got {_names(found)}. Leave one region before you enter the next."
         )
     return found.pop() if found else None
+
+
+def of_results(graph: RecordedGraph) -> list[Manual | None]:
+    """The region that each result of each operation is local to; None for a global one."""
+    leaves = [leaf.placement.manual for leaf in graph.leaves]
+    results: list[Manual | None] = []
+    for node in graph.nodes:
+        inputs = [leaves[-i - 1] if i < 0 else results[i] for i in node.inputs]
+        manual = manual_of(node.entry.name, node.entry.border, inputs)
+        results += [manual] * len(node.entry.outs)
+    return results
 
 
 def _names(found: set[Manual]) -> str:

@@ -5,7 +5,6 @@ device has a contiguous block of the dim. In device order, its block consists of
 sections.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,9 +91,9 @@ class Exchange:
         rounds = tuple((num, _inverse(receivers)) for num, receivers in self.rounds)
         return Exchange(tuple(map(_inverse, self.placed)), rounds, tuple(map(_inverse, self.sent)))
 
-    def __call__(self, block: jax.Array, dim: int, axis: str) -> jax.Array:
-        """Inside a manual region over an axis: this device's new block."""
-        device, size = lax.axis_index(axis), block.shape[dim] // len(self.sent[0])
+    def __call__(self, block: jax.Array, dim: int, axis: str, device: jax.Array) -> jax.Array:
+        """Inside a manual region over an axis: the new block of the device at this position."""
+        size = block.shape[dim] // len(self.sent[0])
         sending, received, start = _arranged(block, self.sent, device, dim), [], 0
         for num, receivers in self.rounds:
             chunks = lax.slice_in_dim(sending, start * size, (start + num) * size, axis=dim)
@@ -219,14 +218,24 @@ class Sections:
             return known
         name = jax_axis_names(self.mesh)[self.axis]
         split = PartitionSpec(*(None,) * dim, name)
-        function: Callable[..., Any] = jax.shard_map(
-            functools.partial(kernel, self, dim, name),
+
+        def on_device(positions: jax.Array, blocks: Sequence[jax.Array]) -> Any:
+            return kernel(self, dim, name, positions[0], *blocks)
+
+        mapped = jax.shard_map(
+            on_device,
             mesh=jax_mesh(self.mesh),
-            in_specs=split,
+            in_specs=(PartitionSpec(name), split),
             out_specs=split,
             axis_names={name},
             check_vma=False,
         )
+
+        def function(*blocks: jax.Array) -> Any:
+            # `lax.axis_index` would make a region of its own inside of this one, and XLA may refuse
+            # what is left of it ("PartitionId instruction is not supported").
+            return mapped(jnp.arange(self.mesh.mesh_shape[self.axis], dtype=np.int32), blocks)
+
         return self._functions.setdefault((kernel, dim), jax.jit(function))
 
     @cached_property
@@ -234,22 +243,30 @@ class Sections:
         return {}
 
 
-# Inside a manual region over the axis `name`.
+# Inside a manual region over the axis `name`, on the device at a position along it.
 
 
-def _ordered(sections: Sections, dim: int, name: str, block: jax.Array) -> jax.Array:
-    return sections.exchange(block, dim, name)
+def _ordered(
+    sections: Sections, dim: int, name: str, device: jax.Array, block: jax.Array
+) -> jax.Array:
+    return sections.exchange(block, dim, name, device)
 
 
-def _restored(sections: Sections, dim: int, name: str, block: jax.Array) -> jax.Array:
-    return sections.exchange.reversed(block, dim, name)
+def _restored(
+    sections: Sections, dim: int, name: str, device: jax.Array, block: jax.Array
+) -> jax.Array:
+    return sections.exchange.reversed(block, dim, name, device)
 
 
-def _cut(sections: Sections, dim: int, name: str, block: jax.Array) -> list[jax.Array]:
+def _cut(
+    sections: Sections, dim: int, name: str, device: jax.Array, block: jax.Array
+) -> list[jax.Array]:
     num = sections.mesh.mesh_shape[sections.axis]
     bounds = pairwise(accumulate((size // num for size in sections.sizes), initial=0))
     return [lax.slice_in_dim(block, *each, axis=dim) for each in bounds]
 
 
-def _joined(sections: Sections, dim: int, name: str, *blocks: jax.Array) -> jax.Array:
+def _joined(
+    sections: Sections, dim: int, name: str, device: jax.Array, *blocks: jax.Array
+) -> jax.Array:
     return jnp.concatenate(blocks, dim)
