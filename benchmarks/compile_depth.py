@@ -1,8 +1,8 @@
 """How do compile time, step time and memory of GPT-2 grow with its depth, one by one and as a loop?
 
 GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, as it is, after
-`spmd.scan_model(model)`, and with `spmd.config.fold_layers = True`. The batch is not split over the
-devices. Each run is a process of its own without a cache on disk, in turns; once on emulated CPU
+`spmd.scan_model(model)`, and with `spmd.config.fold_layers = True`. The axis splits the weights and
+the batch. Each run is a process of its own without a cache on disk, in turns; once on emulated CPU
 devices, where it runs, and once compiled for TPU v4 chips that are not there.
 Lowering and compiling is reported by the clock, beside the CPU time of the first two steps, which
 has all that is compiled; a step by the CPU time of all threads, its median. With `--before`, the
@@ -107,10 +107,13 @@ def step(model: Any, optimizer: Any, tokens: torch.Tensor, *, wait: bool) -> tor
     return loss.detach()
 
 
-def tokens_of(number: int) -> torch.Tensor:
-    """The batch of a step."""
+def tokens_of(number: int, num_devices: int) -> torch.Tensor:
+    """The batch of a step, split over the mesh."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randint(VOCAB, (BATCH, SEQ), generator=generator).to("xla")
+    tokens = torch.randint(VOCAB, (BATCH, SEQ), generator=generator).to("xla")
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    spmd.mark_sharding(tokens, mesh, ("fsdp", None))
+    return tokens
 
 
 def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict[str, Any]:
@@ -120,12 +123,12 @@ def on_cpu(kind: str, num_layers: int, num_devices: int, num_steps: int) -> dict
     spmd.sync(wait=True)
     known = len(spmd.metrics.programs())
     wall, cpu = time.perf_counter(), time.process_time()
-    losses = [step(model, optimizer, tokens_of(number), wait=True) for number in range(2)]
+    losses = [step(model, optimizer, tokens_of(i, num_devices), wait=True) for i in range(2)]
     first = {"first_s": time.perf_counter() - wall, "first_cpu_s": time.process_time() - cpu}
     programs = spmd.metrics.programs()[known:]
     times = []
     for number in range(2, num_steps + 2):
-        batch = tokens_of(number)
+        batch = tokens_of(number, num_devices)
         cpu = time.process_time()
         losses.append(step(model, optimizer, batch, wait=True))
         times.append(time.process_time() - cpu)
@@ -147,7 +150,7 @@ def on_tpu(kind: str, num_layers: int, num_devices: int) -> dict[str, Any]:
     def train() -> None:
         model, optimizer = build(kind, num_layers, num_devices)
         for number in range(4):
-            step(model, optimizer, tokens_of(number), wait=False)
+            step(model, optimizer, tokens_of(number, num_devices), wait=False)
 
     plan = spmd.plan(train, topology=TOPOLOGY)
     largest = plan.largest
@@ -313,9 +316,10 @@ def main() -> int:
         ],
         rows_of(found),
         [
-            f"Width {WIDTH}, {BATCH} sequences of {SEQ} tokens, AdamW, fsdp={args.devices}; for "
-            "TPUs, compiling is libtpu's for chips that are not there. A step is CPU time of all "
-            f"threads, the median of {args.steps} steps; the peak is a device's.",
+            f"Width {WIDTH}, {BATCH} sequences of {SEQ} tokens, AdamW, fsdp={args.devices}, which "
+            "splits weights and batch; for TPUs, compiling is libtpu's for chips that are not "
+            f"there. A step is CPU time of all threads, the median of {args.steps} steps; the peak "
+            "is a device's.",
             *(f"{name}: {verdict(of)}" for name, of in holds.items()),
         ],
     )

@@ -264,8 +264,14 @@ FAULTS = (
     Fault(
         "spmd_core/program/passes/recorded_order.py",
         "products wait for what an earlier one has waited for",
-        "        self._made = []\n        if not late",
-        "        if not late",
+        "        self._made = []\n        if not late and",
+        "        if not late and",
+    ),
+    Fault(
+        "spmd_core/program/passes/recorded_order.py",
+        "transposes of inputs are read by products without a copy",
+        "if x in apart or not _may_be_shared(x)]",
+        "if not _may_be_shared(x)]",
     ),
     Fault(
         "spmd_core/program/passes/paced_gradients.py",

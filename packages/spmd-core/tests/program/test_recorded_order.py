@@ -45,6 +45,19 @@ def test_products_wait_for_sums_of_gradients():
     assert waited.count("aten::add.Tensor") == 2  # of the weight and of the bias of `second`
 
 
+def test_transposed_first_factors_wait_though_they_are_inputs():
+    """As in a loop's body, to which what forward has kept is an input."""
+    x, first = torch.randn(16, 8).to("xla"), nn.Parameter(torch.randn(8, 32).to("xla"))
+    second = nn.Parameter(torch.randn(32, 4).to("xla"))
+    torch.mm(torch.tanh(torch.mm(x, first)), second).square().sum().backward()
+    ops = rewritten(recorded_order, graph_of(first.grad, second.grad)).ops
+    products = [op for op in ops if op.entry.name == "aten::mm"]
+    *_, of_first = [op for op in products if op.entry.spec.shape == (8, 32)]
+    barrier = of_first.operands[0].op
+    assert isinstance(barrier.entry, BarrierEntry)
+    assert barrier.operands[of_first.operands[0].result].op.operands[0].op is None  # x
+
+
 def test_programs_without_gradients_wait_for_nothing():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("xla"), torch.randn(2, 8)
     with torch.no_grad():
