@@ -262,6 +262,12 @@ FAULTS = (
         "op.bodies",
     ),
     Fault(
+        "spmd_core/program/kept_values.py",
+        "an activation is computed again in backward though its operand is not kept",
+        "return False\n\n    def _keep_constants",
+        "return True\n\n    def _keep_constants",
+    ),
+    Fault(
         "spmd_core/program/passes/recorded_order.py",
         "products wait for what an earlier one has waited for",
         "        self._made = []\n        if not late and",

@@ -38,6 +38,25 @@ def test_values_and_gradients_and_one_layer_in_the_program():
     assert counts == [1, 1]
 
 
+class Gated(nn.Module):
+    def __init__(self, _):
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.silu(self.gate(x)) * functional.gelu(self.up(x)))
+
+
+def test_activations_and_gates_are_computed_again_and_not_kept():
+    compare(Gated, through(X), count=4)
+    layers = [Gated(0).to("xla") for _ in range(4)]
+    text = spmd.debugging.operations(spmd.scan_layers(layers, X.to("xla").requires_grad_()))
+    (line,) = [line for line in text.splitlines() if "spmd::scan(" in line]
+    results = line.partition("->")[2]
+    assert results.count(f"float32[4, 4, {HIDDEN}]") == 2  # before both activations
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_layers(count):
     compare(Block, through(X), count=count)

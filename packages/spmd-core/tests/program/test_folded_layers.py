@@ -95,6 +95,43 @@ def test_views_are_made_again_and_not_kept():
     assert "t" in names(backward.bodies[0])
 
 
+def test_activations_and_gates_are_computed_again_and_not_kept():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = linear(), linear(), linear()
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model = nn.Sequential(linear(), *(Gated() for _ in range(5)), linear(WIDTH, 2))
+    model(batch()).sum().backward()
+    graph = folded(*(p.grad for p in model.parameters()))
+    forward, backward = loop(graph, 0), loop(graph, 1)
+    # Of one layer the gate, what it opens, and the result; and the next one's, which is carried.
+    kept = [x.op.entry.name for x in forward.bodies[0].outputs[1:] if x.op is not None]
+    assert kept == ["aten::linear"] * 3 and len(forward.entry.stacks) == 4
+    assert "silu" in names(backward.bodies[0])
+
+
+def test_no_product_is_computed_again():
+    """For an operation that is cheap, but whose operand nothing else keeps."""
+    scale = batch()
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = linear(), linear()
+
+        def forward(self, x):
+            return torch.tanh(self.down(self.up(x) * scale))
+
+    model = nn.Sequential(linear(), *(Scaled() for _ in range(5)), linear(WIDTH, 2))
+    model(batch()).sum().backward()
+    (_, forward), (_, backward) = loops(folded(*(p.grad for p in model.parameters())))
+    assert "mul.Tensor" in forward and "linear" not in backward
+
+
 class Masked(nn.Module):
     """A layer with a mask of its own that is the same in all layers."""
 

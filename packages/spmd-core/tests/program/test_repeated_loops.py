@@ -103,6 +103,26 @@ def test_training(num_devices):
     check(Model(), clip=0.5)
 
 
+class Gated(nn.Module):
+    """A gated layer of two activations, with a mask that all layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(2 * WIDTH, 2 * WIDTH, device=x.device).tril()[3]
+        opened = nn.functional.silu(self.gate(x)) * mask
+        return x + self.down(opened * nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+def test_activations_that_are_computed_again(num_devices):
+    torch.manual_seed(0)
+    layers = (Gated() for _ in range(LAYERS))
+    check(nn.Sequential(nn.Linear(4, WIDTH), *layers, nn.Linear(WIDTH, 3)))
+
+
 def test_what_became_loops_is_explained():
     model = Model(layers=12).to("xla")
     with torch.no_grad():

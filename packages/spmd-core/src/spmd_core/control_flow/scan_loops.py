@@ -1,8 +1,8 @@
 """The loops of a scan, as operations: its own, and that of its gradients, in the other direction.
 
-Backward reads what the forward loop has kept of each iteration, in stacks. Two things are computed
-again there instead: what depends on nothing that changes from run to run, such as a mask, and what
-only rearranges or marks a value that is there.
+Backward reads what the forward loop has kept of each iteration, in stacks. Three things are
+computed again there instead: what depends on nothing that changes from run to run, such as a mask;
+what only rearranges or marks a value that is there; and what is cheap (`graph.cheap`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +15,7 @@ import torch
 from spmd_core.control_flow import derivatives
 from spmd_core.control_flow.operands import Key, active, record
 from spmd_core.control_flow.scan_steps import Step, read_by
+from spmd_core.graph.cheap import is_cheap
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import read
 from spmd_core.graph.subgraphs import SCAN, ControlEntry
@@ -210,6 +211,19 @@ class Gradients:
                 pending += node.inputs
             else:
                 found[value] = None
+
+        def is_there(value: Value) -> bool:
+            """Whether backward has a value, or computes it again."""
+            node = value.parent or value
+            if value in found or node not in first_run:
+                return value in found or value not in carried
+            again = same[node] or _is_rearranged(node) or is_cheap(node.entry)
+            return again and all(map(is_there, node.inputs))
+
+        for value in [*found]:
+            node = value.parent or value
+            if node in first_run and is_cheap(node.entry) and all(map(is_there, node.inputs)):
+                del found[value]
         return sorted(found, key=lambda x: getattr(x.parent or x, "serial", 0))
 
     def backward(

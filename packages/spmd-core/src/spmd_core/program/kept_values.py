@@ -1,10 +1,11 @@
 """Which values of a loop's iterations are stacked for those who read them elsewhere.
 
 Not stacked is what a later loop can compute again from less: what only rearranges, repeats, casts
-or marks a value that is there in any case. What is the same in all iterations, such as a mask, is
-computed once, before the loop.
+or marks a value that is there in any case, and what is cheap (`graph.cheap`). What is the same in
+all iterations, such as a mask, is computed once, before the loop.
 """
 
+from spmd_core.graph.cheap import is_cheap
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.chosen_runs import Readers, is_last_carry
 from spmd_core.program.ir import Op
@@ -36,8 +37,11 @@ class KeptValues:
         for run in runs.all:
             stacked = self.stacked[run]
             for name in [*stacked]:
-                if isinstance(name, Local) and self._is_cast_of(run, name, stacked):
+                if isinstance(name, Local) and (
+                    self._is_cast_of(run, name, stacked) or self._is_cheap(run, name)
+                ):
                     del stacked[name]
+                    self._keep_constants(run, name)
             for name, iterations in readers.apart[run].items():
                 if any(not is_last_carry(run, name, i) for i in iterations):
                     self._keep_itself(run, name)
@@ -115,6 +119,30 @@ class KeptValues:
             return False
         (operand,) = run.operands[name.position]
         return isinstance(operand, (Local, Carried)) and operand in stacked
+
+    def _is_cheap(self, run: Run, name: Local) -> bool:
+        """Whether a value is cheap to compute again from values that are stacked as well."""
+        operands = run.operands[name.position]
+        return is_cheap(self._op(run, name).entry) and all(self._is_there(run, x) for x in operands)
+
+    def _is_there(self, run: Run, operand: Operand) -> bool:
+        """Whether a later run has an operand, or computes it again."""
+        if isinstance(operand, Carried) or operand in self.stacked[run]:
+            return operand in self.stacked[run]
+        if not isinstance(operand, Local) or self.is_constant(run, operand.position):
+            return True
+        if self._is_made_again(run, operand) or is_cheap(self._op(run, operand).entry):
+            return all(self._is_there(run, x) for x in run.operands[operand.position])
+        return False
+
+    def _keep_constants(self, run: Run, name: Local) -> None:
+        """Keeps what is the same in all iterations, of what a value is computed from again."""
+        for operand in run.operands[name.position]:
+            if isinstance(operand, Local) and operand not in self.stacked[run]:
+                if self.is_constant(run, operand.position):
+                    self.constant[run].add(operand)
+                else:
+                    self._keep_constants(run, operand)
 
 
 def _rearranges(op: Op) -> bool:
