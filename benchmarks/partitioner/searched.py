@@ -71,8 +71,10 @@ class _Chosen:
     def __init__(self, mesh: Mesh, rng: random.Random) -> None:
         self._mesh, self._rng = mesh, rng
 
-    def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
-        planned = plan()
+    def __call__(
+        self, plan: Callable[[], CutPlan], complete: Callable[[CutPlan], CutPlan]
+    ) -> CutPlan:
+        planned = complete(plan())
         groups = group(read_step(planned.graph()))
         machine = dataclasses.replace(Machine.of(present().devices), latency_s=0.0)
         inputs = inputs_of(groups, tensor_names.names())

@@ -43,7 +43,6 @@ NOT_WITH_MESH_AUTO = {
     "microbatches": "is about a pipeline, whose stages are along an axis that has a name",
     "schedule": "is about a pipeline, whose stages are along an axis that has a name",
     "mesh_devices": "gives a part of the devices to the mesh, and a mesh that is found has all",
-    "scan": "stacks the parameters of the blocks, for which nothing is searched",
     "pack": "reads in each process the documents of its part of a mesh that is known before",
 }
 

@@ -35,7 +35,6 @@ from examples.training.run_config import RunConfig, check_mesh_auto, check_run_c
 NOT_WITH_MESH_AUTO = {
     "sequence_parallel": "splits activations over the axis tensor",
     "loss_parallel": "splits the logits over the axis tensor",
-    "scan": "stacks the parameters of the blocks, for which nothing is searched",
 }
 
 

@@ -81,7 +81,6 @@ def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     [
         ({"sequence_parallel": True}, "--sequence-parallel too, which splits activations"),
         ({"loss_parallel": True}, "--loss-parallel too, which splits the logits"),
-        ({"scan": True}, "--scan too, which stacks the parameters"),
     ],
 )
 def test_what_a_mesh_that_is_found_refuses(options: dict[str, Any], message: str) -> None:

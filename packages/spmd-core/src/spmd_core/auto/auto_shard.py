@@ -231,9 +231,11 @@ def plan_of(
     step = groups.step
     names: dict[str, int] = {}
     numbers = itertools.count()
-    for i, storage in enumerate(recorded.leaves):
-        name = None if storage is None else recorded.names.get(storage)
-        if step.tensors[i].spec.shape:
+    for i, leaf in enumerate(recorded.leaves):
+        if not step.tensors[i].spec.shape:
+            continue
+        for storage in recorded.rows.get(i, (leaf,)):
+            name = None if storage is None else recorded.names.get(storage)
             names[name or f"input {next(numbers)}"] = i
     axes = best.shardings.mesh.axis_names or tuple(
         str(i) for i in range(len(best.candidate.mesh_shape))
@@ -245,16 +247,13 @@ def plan_of(
         axes,
         names,
     )
-    rows = {
-        name: Row(
-            name,
-            step.tensors[i].spec.shape,
-            best.shardings.leaves[i].partition_spec,
-            _bytes(best, i, groups),
-            explainer.reason(i),
-        )
-        for name, i in names.items()
-    }
+    rows = {}
+    for name, i in names.items():
+        shape, num_bytes = step.tensors[i].spec.shape, _bytes(best, i, groups)
+        spec = best.shardings.leaves[i].partition_spec
+        if i in recorded.rows:  # a stack, whose first dim no device splits
+            num_bytes, shape, spec = num_bytes // shape[0], shape[1:], tuple(spec)[1:]
+        rows[name] = Row(name, shape, spec, num_bytes, explainer.reason(i))
     parameters = [x for name, x in rows.items() if "." in name and " of " not in name]
     inputs = [x for name, x in rows.items() if name.startswith("input ")]
     return ShardingPlan(

@@ -19,7 +19,7 @@ from spmd_core.auto.step_graph import updated
 from spmd_core.auto.waiting_draws import WaitingDraws, as_inputs, draw
 from spmd_core.errors import AutoShardingError
 from spmd_core.graph.recorders import lock
-from spmd_core.graph.stacks import row_sharding
+from spmd_core.graph.stacks import Stack, row_sharding
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
@@ -68,8 +68,10 @@ class Automatic:
         self._kind: Kind | None = None  # of the first search's candidate
         self._draws: WaitingDraws | None = WaitingDraws()  # until the first search
 
-    def __call__(self, plan: Callable[[], CutPlan]) -> CutPlan:
-        """The plan that `plan()` makes, with the shardings of a search."""
+    def __call__(
+        self, plan: Callable[[], CutPlan], complete: Callable[[CutPlan], CutPlan]
+    ) -> CutPlan:
+        """The plan that `plan()` makes, with the shardings of a search (see `automatic.Search`)."""
         planned = plan()
         if not self._is_here():
             return planned
@@ -78,6 +80,8 @@ class Automatic:
             if any(entry_flops(node.entry) for node in planned.nodes):
                 self._warn(refused)
             return planned
+        if _key(planned) not in self._known:
+            planned = complete(planned)
         key = _key(planned)
         if key in self._known:
             found = self._known[key]
@@ -85,7 +89,7 @@ class Automatic:
             found = self._search(planned)
             if found is not None:
                 _mark(planned, found)
-                planned = plan()
+                planned = complete(plan())
             if len(self._known) >= _MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[_key(planned)] = found
@@ -153,7 +157,13 @@ class Automatic:
         self.mesh = tried[0].shardings.mesh
         if self.topology is not None:
             owners = tuple(None if leaf.owner is None else leaf.owner() for leaf in graph.leaves)
-            recorded = RecordedStep(graph, names, leaves=owners)
+            stacks = _stacks(planned)
+            rows = {
+                i: [storage for storage in stacks[leaf].storages() if storage is not None]
+                for i, leaf in enumerate(planned.leaves)
+                if leaf in stacks
+            }
+            recorded = RecordedStep(graph, names, leaves=owners, rows=rows)
             made = plan_of(recorded, groups, tried, Machine.of(devices.devices))
             text = f"{made.table()}\n\n{made.code()}"
             self.found.append(FoundShardings(tried[0].shardings.mesh_text, text))
@@ -187,7 +197,7 @@ def _mark(planned: CutPlan, found: Shardings) -> None:
     graph = planned.graph()
     names = tensor_names.names()
     state = updated(graph)
-    stacks = {stack.value: stack for stack, _ in planned.stacked.rows.values()}
+    stacks = _stacks(planned)
     for i, (leaf, sharding) in enumerate(zip(planned.leaves, found.leaves)):
         own: Sharding | None = sharding
         storages = [None if leaf.owner is None else leaf.owner()]
@@ -202,6 +212,11 @@ def _mark(planned: CutPlan, found: Shardings) -> None:
                 and (i in state or storage in names)
             ):
                 _mark_storage(storage, own)
+
+
+def _stacks(planned: CutPlan) -> dict[Value, Stack]:
+    """The stacks among the inputs of a program."""
+    return {stack.value: stack for stack, _ in planned.stacked.rows.values()}
 
 
 def _mark_storage(storage: Storage, sharding: Sharding) -> None:

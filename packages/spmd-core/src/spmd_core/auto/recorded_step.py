@@ -74,6 +74,7 @@ class RecordedStep:
         gradients: for each gradient that a backward gave a parameter, its position and the leaf's.
         loops: the layers of each loop (`scan_model`, `scan_layers`), recorded one by one.
         leaves: for each graph input its storage; None if nothing holds it any more.
+        rows: for graph inputs that are stacks, the storages of their rows.
         inputs: for each graph input its value, while the step is recorded.
         numbers: the graph's scalar inputs, in the order of its operations.
     """
@@ -84,6 +85,7 @@ class RecordedStep:
     gradients: list[tuple[int, int]] = field(default_factory=list)
     loops: Sequence[Sequence[nn.Module]] = ()
     leaves: tuple[Storage | None, ...] = ()
+    rows: Mapping[int, Sequence[Storage]] = field(default_factory=dict)
     inputs: Sequence[Value] = ()
     numbers: Sequence[Any] = ()
 
@@ -203,8 +205,8 @@ def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
         gradients,
         [*seen.loops.values()],
         owners,
-        planned.leaves,
-        planned.numbers,
+        inputs=planned.leaves,
+        numbers=planned.numbers,
     )
 
 

@@ -14,11 +14,12 @@ Plan = TypeVar("Plan")
 class Search(Protocol):
     """Automatic sharding while it is on."""
 
-    def __call__(self, planned: Callable[[], Any], /) -> Any:
+    def __call__(self, planned: Callable[[], Any], complete: Callable[[Any], Any], /) -> Any:
         """The plan of a cut (`planning.CutPlan`).
 
         Args:
             planned: makes it, again after tensors were marked.
+            complete: makes that of a new program from it, with all stacks.
         """
 
     def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
@@ -37,11 +38,11 @@ class Search(Protocol):
 search: Search | None = None
 
 
-def searched(planned: Callable[[], Plan]) -> Plan:
-    """A plan, with the shardings that automatic sharding finds, if it is on."""
+def searched(planned: Callable[[], Plan], complete: Callable[[Plan], Plan]) -> Plan:
+    """A plan, with the shardings that automatic sharding finds, if it is on (see `Search`)."""
     if search is None:
         return planned()
-    made: Plan = search(planned)
+    made: Plan = search(planned, complete)
     return made
 
 

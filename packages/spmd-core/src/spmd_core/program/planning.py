@@ -147,16 +147,31 @@ def plan(
             there is such a program; it remembers the cut. None: no such program is sought.
         one_by_one: whether layers stay one by one, whatever `config.fold_layers` says.
     """
-    one_by_one |= automatic.search is not None  # it searches no program with stacks
+    one_by_one |= automatic.search is not None  # it reads no loops that are found later
 
     def planned(groups: Sequence[Sequence[Value]] = (), **form: bool) -> CutPlan:
         form = {"is_folded": not one_by_one, **form}
         return _plan(live, groups, label=label, donates=donates, call=call, **form)
 
-    made = automatic.searched(planned)
+    folds = folding.folds_layers() and not one_by_one
+    groups: list[Sequence[Value]] = []
+
+    def complete(made: CutPlan) -> CutPlan:
+        groups.clear()
+        searches = _MOST_SEARCHES if folds else min(len(made.stacked.rows), 1)
+        for _ in range(searches):
+            if compile_cache.has(made.key):
+                break
+            more = _more_groups(made, groups, () if call is None else call.apart)
+            if not more and _iterations(made.recorded) == made.iterations:
+                break
+            groups.extend(more)
+            made = planned(groups, stacks_small=not folds)
+        return made
+
+    made = automatic.searched(planned, complete)
     if made.rewrite is not None:
         return made
-    folds = folding.folds_layers() and not one_by_one
     asked = None
     if folds and grown is not None and not compile_cache.has(made.key):
         # Programs for growing sizes have no loops.
@@ -167,16 +182,7 @@ def plan(
             return apart
     if folds and call is not None:
         made = planned(stacks_small=False)
-    groups: list[Sequence[Value]] = []
-    searches = _MOST_SEARCHES if folds else min(len(made.stacked.rows), 1)
-    for _ in range(searches):
-        if compile_cache.has(made.key):
-            break
-        more = _more_groups(made, groups, () if call is None else call.apart)
-        if not more and _iterations(made.recorded) == made.iterations:
-            break
-        groups += more
-        made = planned(groups, stacks_small=not folds)
+    made = complete(made)
     if folds and call is not None:
         made = planned(groups)
     made.one_by_one = asked

@@ -92,7 +92,7 @@ def groups(
         device_ids: those of the program.
         taken: leaves that become the rows of other stacks, such as those of loops over layers.
     """
-    if automatic.search is not None:  # it searches no program with stacks
+    if automatic.search is not None:  # it reads small state tensor by tensor
         return []
     updated = set(live)
     updates = _updates(nodes)
@@ -126,7 +126,7 @@ def begun(nodes: Sequence[Value], state: State, call: CapturedCall) -> list[list
         state: what begins in it.
         call: the call.
     """
-    if automatic.search is not None:  # it searches no program with stacks
+    if automatic.search is not None:  # it reads small state tensor by tensor
         return []
     updates = _updates(nodes)
     found: dict[Hashable, list[Value]] = {}
