@@ -205,7 +205,7 @@ def interrupted_at(number):
 
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_search_changes_nothing():
-    model, batch = words()
+    model, batch = words(vocabulary=512, width=64, inner=256, batch=16)
     expected = losses(training(copy.deepcopy(model)).step, batch)
     own = training(model.to("xla"))
     inputs = [x.to("xla") for x in batch]

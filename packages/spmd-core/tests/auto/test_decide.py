@@ -46,6 +46,14 @@ def test_the_best_that_is_expected_and_the_best_of_each_kind_are_compiled():
     assert decide._diverse(made, 9) == [best, lean, data, tensor, wide]
 
 
+def test_the_best_of_several_meshes_are_propagated():
+    best = propagated(0, (8, 2), Kind.FREE, 1.0)
+    turned = propagated(1, (2, 8), Kind.FREE, 1.01)
+    other = propagated(2, (4, 4), Kind.FREE, 1.02)
+    plain = propagated(3, (16,), Kind.FSDP, 1.5)
+    assert decide._diverse([best, turned, other, plain], 3, meshes=2) == [best, other, plain]
+
+
 def test_of_twins_one_is_compiled():
     one, twin = propagated(0, (8,), Kind.DATA, 1.0), propagated(1, (8,), Kind.REPLICATED, 1.0001)
     other = propagated(2, (8,), Kind.REPLICATED, 1.1)

@@ -12,6 +12,7 @@ from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.propagated import MLIRError, Moved, _ir, _Reader, propagated, seconds
 from spmd_core.auto.recorded_step import record
+from spmd_core.auto.read_step import read_step
 from spmd_core.debugging import communication
 from spmd_core.planner.topology import present
 from spmd_core.program import ir
@@ -148,7 +149,7 @@ def test_which_layers_are_a_loop(is_recomputed, monkeypatch):
     step, inputs = training(moved).step, [x.to("xla") for x in example]
 
     def read(recorded):
-        graph = recorded.graph
+        graph = read_step(recorded.graph)
         found = [decide._has_loops(graph)]  # it is short, and not for TPUs
         monkeypatch.setattr(decide, "_MOST_UNFOLDED", 0)
         found.append(decide._has_loops(graph))

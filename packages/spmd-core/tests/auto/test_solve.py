@@ -23,8 +23,8 @@ def two_products():
 
 def best_of_all(model, fits=lambda choices: True):
     """The least cost of all choices of one axis."""
-    options = model.options(0, [[NONE] * model.num_ties])
-    costs = model.axis_costs(0, [[NONE] * model.num_ties])
+    options = model.options(0, [[NONE] * model.num_elements])
+    costs = model.axis_costs(0, [[NONE] * model.num_elements])
     choices = itertools.product(*options)
     return min((costs.total(c), c) for c in choices if fits([c]))
 
@@ -40,7 +40,7 @@ def test_one_axis_is_solved_as_by_trying_all_choices(machine):
 
 def test_memory_is_a_constraint():
     model = CostModel(two_products(), (4,), _MACHINE)
-    most = memory_of(model, [[NONE] * model.num_ties])
+    most = memory_of(model, [[NONE] * model.num_elements])
     free = solve(model)
     limit = 0.9 * free.bytes
     cost, _ = best_of_all(model, lambda choices: memory_of(model, choices) <= limit)
@@ -59,8 +59,8 @@ def test_a_batch_that_a_mask_lacks_is_no_dim_of_a_matrix():
         (i, o) for i, o in enumerate(groups.step.operations) if "attention" in o.entry.name
     ]
     batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
-    nothing = [[NONE] * model.num_ties]
-    (whole, part), _ = model.plain_work(number, operation, 0, nothing, (NONE, batch))
+    nothing = [[NONE] * model.num_elements]
+    (whole, part) = model.plain_work(number, operation, 0, nothing, (NONE, batch))
     assert part == pytest.approx(whole / 4)
 
 
@@ -71,8 +71,8 @@ def test_rows_and_columns_are_a_matrix_dim_with_the_batch_for_a_kernel_of_one():
     model = CostModel(groups, (4,), dataclasses.replace(_MACHINE, memory_bytes_per_s=1e15))
     ((number, operation),) = [(i, o) for i, o in enumerate(groups.step.operations) if o.flops]
     batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
-    nothing = [[NONE] * model.num_ties]
-    (whole, part), _ = model.plain_work(number, operation, 0, nothing, (NONE, batch))
+    nothing = [[NONE] * model.num_elements]
+    (whole, part) = model.plain_work(number, operation, 0, nothing, (NONE, batch))
     assert part == pytest.approx(whole / 4)
 
 
@@ -87,8 +87,8 @@ def test_statistics_of_a_batch_are_one_for_each_channel():
         (i, o) for i, o in enumerate(groups.step.operations) if "batch_norm" in o.entry.name
     ]
     batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
-    arguments = (number, operation, 0, [[NONE] * model.num_ties], (NONE, batch))
-    (_, plain), _ = model.plain_work(*arguments)
+    arguments = (number, operation, 0, [[NONE] * model.num_elements], (NONE, batch))
+    (_, plain) = model.plain_work(*arguments)
     (_, whole) = model._work(*arguments)
     assert whole - plain == pytest.approx(2 * (2 * 4 * 4 * 3 / 4), rel=1e-3)  # bytes over the ring
 
@@ -109,8 +109,8 @@ def test_axes_share_what_is_split():
     groups = two_products()
     model = CostModel(groups, (2, 2), _MACHINE)
     found = solve(model)
-    assert found.seconds <= evaluate(model, [found.choices[0], [NONE] * model.num_ties])
-    both = [[NONE] * model.num_ties for _ in range(2)]
+    assert found.seconds <= evaluate(model, [found.choices[0], [NONE] * model.num_elements])
+    both = [[NONE] * model.num_elements for _ in range(2)]
     assert found.seconds < evaluate(model, both)
     assert memory_of(model, found.choices) < memory_of(model, both)
 
@@ -128,7 +128,7 @@ def test_bytes_of_collectives_are_those_of_rings():
     x, w = torch.ones(64, 16).to("xla"), torch.ones(16, 32).to("xla")
     groups = groups_of(x @ w)
     model = CostModel(groups, (4,), _MACHINE)
-    choice = [NONE] * model.num_ties
+    choice = [NONE] * model.num_elements
 
     def put(tensor, dim):
         choice[groups.tie[groups.of_tensor[tensor]]] = groups.tensor_class[tensor, dim]
@@ -166,7 +166,7 @@ def test_axes_between_slices_are_found_by_their_devices():
     groups = two_products()
     slow = dataclasses.replace(machine, network_bytes_per_s=1e3)
     first, second = (CostModel(groups, (2, 2), slow, ids) for ids in (range(4), (0, 2, 1, 3)))
-    none = [NONE] * first.num_ties
+    none = [NONE] * first.num_elements
     split = [options[-1] for options in first.options(0, [none, none])]
     outer, inner = evaluate(first, [split, none]), evaluate(first, [none, split])
     assert outer > 10 * inner

@@ -138,14 +138,15 @@ def _allowed(
     ]
     if kind is Kind.FREE:
         return found
-    options = model.options(0, [[NONE] * model.num_ties for _ in model.mesh_shape])
+    nothing = [[NONE] * model.num_elements for _ in model.mesh_shape]
+    options = [model.options(axis, nothing) for axis in range(len(found))]
     if kind in (Kind.FSDP, Kind.DATA, Kind.TENSOR):
         for group, c in batch.items():
             tie = groups.tie[group]
-            if c in options[tie]:
+            if c in options[0][tie]:
                 found[0].setdefault(tie, (c,))
             if kind is Kind.TENSOR:
-                found[1].setdefault(tie, tuple(o for o in options[tie] if o != c))
+                found[1].setdefault(tie, tuple(o for o in options[1][tie] if o != c))
     for leaf in groups.step.updated:
         tie = groups.tie[groups.of_tensor[leaf]]
         is_small = groups.step.tensors[leaf].num_bytes < SMALL_BYTES
@@ -155,8 +156,10 @@ def _allowed(
             if kind in (Kind.REPLICATED, Kind.DATA):
                 if axis == 0 or kind is Kind.REPLICATED:
                     of_axis[tie] = (NONE,)
-            elif (axis == 0 or kind is Kind.TENSOR) and not is_small and len(options[tie]) > 1:
-                of_axis[tie] = tuple(c for c in options[tie] if c != NONE)
+            elif (axis == 0 or kind is Kind.TENSOR) and not is_small:
+                split = tuple(c for c in options[axis][tie] if c != NONE)
+                if split:
+                    of_axis[tie] = split
     return found
 
 

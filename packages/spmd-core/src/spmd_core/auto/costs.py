@@ -1,25 +1,26 @@
-"""The modelled cost of a choice: compute, memory traffic, collectives and resharding, in seconds.
+"""The modelled cost of a choice in seconds: compute, memory traffic, collectives, resharding."""
 
-The costs of ring algorithms on n devices, for `b` bytes of the whole along the axis: an all-gather
-and a reduce-scatter send b (n-1)/n, an all-reduce twice as much, an all-to-all b (n-1)/n**2 (Thakur
-et al., "Optimization of Collective Communication Operations in MPICH", 2005).
-"""
-
+import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from spmd_core.auto.alive import alive
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
+from spmd_core.auto.resharding import Held, Partial, Resharding
+from spmd_core.auto.shared import sharing
 from spmd_core.auto.step_graph import Operation
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
 
 NONE = -1  # the choice not to split
-Choice = list[int]  # for each tie the class that an axis splits, or NONE
+PARTIAL = -2  # the choice of a sum that its parts lie on the devices of an axis
+# For each tie, and then for each element that is shared, the class that an axis splits, or NONE.
+Choice = list[int]
 
 # The part of the tensors of a fused chain of operations that XLA writes to memory and reads again.
 _MATERIALISED = 0.5
@@ -34,12 +35,13 @@ _COMBINED = 0.1
 
 @dataclass(frozen=True)
 class AxisCosts:
-    """The costs of one axis's choices, given those of the other axes.
+    """The costs of a step by one axis's choices, given those of the other axes.
 
     Attributes:
-        options: for each tie the classes that the axis may split, NONE first.
-        own: for each tie the seconds of each option.
-        between: for pairs of ties, the seconds of each pair of options.
+        options: for each element, a tie or what is shared, the classes that the axis may split,
+            NONE first.
+        own: for each element the seconds of each option.
+        between: for pairs of elements, the seconds of each pair of options.
     """
 
     options: tuple[tuple[int, ...], ...]
@@ -71,13 +73,17 @@ class CostModel:
         ids: Sequence[int] | None = None,
     ) -> None:
         self.ids = tuple(range(math.prod(mesh_shape)) if ids is None else ids)
-        self._crossing = machine.crossing(mesh_shape, self.ids)
         self.groups, self.mesh_shape, self.machine = groups, tuple(mesh_shape), machine
-        self.num_ties = max(groups.tie) + 1
-        members: list[list[int]] = [[] for _ in range(self.num_ties)]
-        for number, tie in enumerate(groups.tie):
-            members[tie].append(number)
-        self.members = members
+        crossing = machine.crossing(mesh_shape, self.ids)
+        self._resharding = Resharding(self.mesh_shape, crossing, machine)
+        self._num_ties, self._shared = max(groups.tie) + 1, sharing(groups)
+        self.num_elements = self._num_ties + len(self._shared.elements)
+        first = {tie: groups.groups[number] for number, tie in reversed([*enumerate(groups.tie)])}
+        # The classes that each element may choose, with the sizes along them.
+        self._classes = [
+            {c: sizes for c, sizes in enumerate(first[tie].sizes) if c not in first[tie].fixed}
+            for tie in range(self._num_ties)
+        ] + [x.sizes for x in self._shared.elements]
         kinds: dict[Hashable, list[int]] = {}
         for i, operation in enumerate(groups.step.operations):
             kinds.setdefault(self._kind(i, operation), []).append(i)
@@ -98,25 +104,31 @@ class CostModel:
             id(operation.entry),
             -1 if operation.entry.traits.by_item else operation.part,
             tuple(
-                (groups.tie[groups.of_tensor[t]], id(groups.step.tensors[t].spec))
-                for t, _ in operation.dims
+                (
+                    groups.tie[groups.of_tensor[t]],
+                    id(groups.step.tensors[t].spec),
+                    self._shared.of.get((number, place)),
+                )
+                for place, (t, _) in enumerate(operation.dims)
             ),
         )
 
     def options(self, axis: int, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
-        """The classes of each tie that an axis may split, given what the other axes split."""
+        """The classes of each element that an axis may split, given what the other axes split."""
         found = []
-        for tie, members in enumerate(self.members):
-            one = self.groups.groups[members[0]]
+        for element, classes in enumerate(self._classes):
             allowed = [NONE]
-            for c, sizes in enumerate(one.sizes):
+            for c, sizes in classes.items():
                 shards = self.mesh_shape[axis]
                 for other, choice in enumerate(choices):
-                    if other != axis and choice[tie] == c:
+                    if other != axis and choice[element] == c:
                         shards *= self.mesh_shape[other]
-                if c not in one.fixed and all(_is_even(size, shards) for size in sizes):
+                if all(_is_even(size, shards) for size in sizes):
                     allowed.append(c)
             found.append(tuple(allowed))
+        for number, one in enumerate(self._shared.elements, self._num_ties):
+            if one.is_sum:
+                found[number] = (*found[number], PARTIAL)
         return tuple(found)
 
     def axis_costs(self, axis: int, choices: Sequence[Choice]) -> AxisCosts:
@@ -136,6 +148,18 @@ class CostModel:
         ties, groups = self.groups.tie, self.groups
         for tie, held in enumerate(self._held(axis, choices, options)):
             own[tie] += held / (_STEPS_PER_READ * self.machine.memory_bytes_per_s)
+
+        def add(element: int, other: int, found: np.ndarray) -> None:
+            if other == element:
+                own[element] += np.diagonal(found)
+            elif element < other:
+                between[element, other] = between.get((element, other), 0) + found
+            else:
+                between[other, element] = between.get((other, element), 0) + found.T
+
+        for number, one in enumerate(self._shared.elements, self._num_ties):
+            moved = one.times * self._shared_moves(number, axis, choices, options)
+            add(number, one.tie, moved)
         for i, times in self.operations:
             operation = groups.step.operations[i]
             tie = ties[groups.of_operation[i]]
@@ -147,17 +171,12 @@ class CostModel:
                 if group == groups.of_operation[i]:
                     continue
                 is_result = position >= len(operation.operands)
+                shared = self._shared.of.get((i, position))
+                other = ties[group] if shared is None else self._num_ties + shared
                 found = times * self._moves(
-                    i, operation, t, rule_position, is_result, axis, choices,
-                    options[tie], options[ties[group]],
-                )  # fmt: skip
-                other = ties[group]
-                if other == tie:
-                    own[tie] += np.diagonal(found)
-                elif tie < other:
-                    between[tie, other] = between.get((tie, other), 0) + found
-                else:
-                    between[other, tie] = between.get((other, tie), 0) + found.T
+                    i, operation, t, rule_position, is_result, other, axis, choices, options
+                )
+                add(tie, other, found)
         return AxisCosts(options, tuple(own), between)
 
     def _work(
@@ -169,27 +188,38 @@ class CostModel:
         options: Sequence[int],
     ) -> np.ndarray:
         """The seconds of an operation for each option, with the reductions inside of it."""
-        costs, share = self.plain_work(number, operation, axis, choices, options)
-        groups = self.groups
-        # Along a dim that the results keep, and over which something is reduced, as in a softmax.
-        for f in operation.factors:
-            c = groups.factor_class[number, f]
-            if c in options and f in operation.rule.halos:
-                # Each device gets what it lacks of its two neighbours' parts of a window's operand.
-                most = max(groups.step.tensors[t].num_bytes for t, _ in operation.dims)
-                rim = share * most / operation.rule.sizes[f] * self.mesh_shape[axis]
-                costs[list(options).index(c)] += 2 * self._seconds(axis, rim)
-            if c in options:
-                for t, i in operation.results:
-                    kept = {x for dim in operation.rule.results[i] for x in dim}
-                    reduced = operation.rule.reduced[i] & kept
-                    if f in reduced:
-                        # The statistics: one for all elements along the dims that are reduced.
-                        count = math.prod(operation.rule.sizes[x] for x in reduced)
-                        size = groups.step.tensors[t].num_bytes / count
-                        costs[list(options).index(c)] += 2 * self._all_reduce(axis, share * size)
-                        break
+        costs = self.plain_work(number, operation, axis, choices, options)
+        tie = self.groups.tie[self.groups.of_operation[number]]
+        factors = [self.groups.factor_of(number, choice[tie]) for choice in choices]
+        for i, c in enumerate(options):
+            factors[axis] = self.groups.factor_of(number, c)
+            costs[i] += self._inside(operation, factors)
         return costs
+
+    def _inside(self, operation: Operation, factors: Sequence[int | None]) -> float:
+        """The seconds of the collectives inside of an operation whose factors the axes split."""
+        tensors, total = self.groups.step.tensors, 0.0
+        sizes = [1 if f is None else n for f, n in zip(factors, self.mesh_shape)]
+        for axis, f in enumerate(factors):
+            if f is None:
+                continue
+            share = sizes[axis] / math.prod(sizes)  # of the other axes
+            if f in operation.rule.halos:
+                # Each device gets what it lacks of its two neighbours' parts of a window's operand.
+                most = max(tensors[t].num_bytes for t, _ in operation.dims)
+                rim = share * most / operation.rule.sizes[f] * self.mesh_shape[axis]
+                total += 2 * self._resharding.transfer((axis,), rim)
+            # Along a dim that the results keep, and over which something is reduced, as in a
+            # softmax: the statistics are one for all elements along the dims that are reduced.
+            for t, i in operation.results:
+                kept = {x for dim in operation.rule.results[i] for x in dim}
+                reduced = operation.rule.reduced[i] & kept
+                if f in reduced:
+                    count = math.prod(operation.rule.sizes[x] for x in reduced)
+                    size = tensors[t].num_bytes / count
+                    total += 2 * self._resharding.all_reduce((axis,), share * size)
+                    break
+        return total
 
     def plain_work(
         self,
@@ -198,12 +228,8 @@ class CostModel:
         axis: int,
         choices: Sequence[Choice],
         options: Sequence[int],
-    ) -> tuple[np.ndarray, float]:
-        """The seconds in which a device computes its part of an operation.
-
-        Returns:
-            For each option; and the part that the other axes leave to a device.
-        """
+    ) -> np.ndarray:
+        """The seconds in which a device computes its part of an operation, for each option."""
         groups, tie = self.groups, self.groups.tie[self.groups.of_operation[number]]
         parts: dict[int, int] = {}
         share = 1.0
@@ -223,7 +249,7 @@ class CostModel:
                 operation.flops * self._padded(operation, split) / self.machine.flops,
                 traffic * part / self.machine.memory_bytes_per_s,
             )
-        return costs, share
+        return costs
 
     def _traffic(self, number: int, operation: Operation) -> float:
         """The bytes of all devices that an operation reads and writes in memory."""
@@ -263,50 +289,105 @@ class CostModel:
         tensor: int,
         position: int,
         is_result: bool,
+        other: int,
         axis: int,
         choices: Sequence[Choice],
-        options: Sequence[int],
-        held: Sequence[int],
+        options: Sequence[Sequence[int]],
     ) -> np.ndarray:
         """The seconds of collectives between an operation and a tensor of another group.
 
+        Args:
+            number, operation: the operation.
+            tensor: the tensor.
+            position: among the operands or results of the operation's rule.
+            is_result: whether it is a result.
+            other: the element whose choice the layout of the tensor is.
+            axis: whose options are priced.
+            choices: of all axes.
+            options: of each element.
+
         Returns:
-            For each option of the operation and each of the tensor.
+            For each option of the operation and each of the other element.
         """
         groups = self.groups
-        size = self._bytes(tensor, axis, choices)
-        shape = groups.step.tensors[tensor].spec.shape
         dims = (operation.rule.results if is_result else operation.rule.operands)[position]
-        costs = np.zeros((len(options), len(held)))
-        if not dims or size == 0:
-            return costs
         border = operation.entry.border
-        if border is not None and border.is_exit != is_result and axis in border.manual.axes:
-            return costs  # the blocks of a manual region are where they are
-        partial = set()
-        needs: list[int | None] = []
-        for c in options:
+        within: tuple[int, ...] = ()
+        if border is not None and border.is_exit != is_result:
+            within = border.manual.axes  # the blocks of a manual region are where they are
+
+        def need(axis: int, c: int) -> Held:
+            if axis in within:
+                return None
             factor = groups.factor_of(number, c)
             dim = None
             if factor is not None:
                 dim = next((d for d, own in enumerate(dims) if own[:1] == (factor,)), None)
                 if is_result and dim is None and operation.partial(position, factor):
-                    partial.add(len(needs))
-            needs.append(dim)
-        has = [groups.dim_of(tensor, c) if c != NONE else None for c in held]
-        for a, need in enumerate(needs):
-            for b, have in enumerate(has):
-                if a in partial:
-                    costs[a, b] = (
-                        self._all_reduce(axis, size)
-                        if have is None
-                        else self._gather(axis, size, inner=math.prod(shape[:have]) > 1)
-                        * self.machine.scatters
-                    )
-                else:
-                    source, target = (need, have) if is_result else (have, need)
-                    costs[a, b] = self._reshard(axis, size, source, target, shape)
-        if groups.of_tensor[tensor] in self._state and size >= SMALL_BYTES:
+                    return Partial.SUM
+            return dim
+
+        own = groups.tie[groups.of_operation[number]]
+        if not dims:
+            return np.zeros((len(options[own]), len(options[other])))
+        first, second = (own, need), (other, functools.partial(self._have, tensor))
+        if is_result:
+            return self._priced(tensor, axis, choices, options, first, second)
+        return self._priced(tensor, axis, choices, options, second, first).T
+
+    def _shared_moves(
+        self, number: int, axis: int, choices: Sequence[Choice], options: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """The seconds of collectives between what is shared and its tensor.
+
+        Returns:
+            For each option of the shared element and each of the tensor.
+        """
+        one = self._shared.elements[number - self._num_ties]
+        have = functools.partial(self._have, one.tensor)
+        first, second = (number, have), (one.tie, have)
+        if one.is_sum:
+            return self._priced(one.tensor, axis, choices, options, first, second)
+        return self._priced(one.tensor, axis, choices, options, second, first).T
+
+    def _have(self, tensor: int, axis: int, c: int) -> Held:
+        """What an axis does to a tensor by a choice."""
+        if c == PARTIAL:
+            return Partial.SUM
+        return None if c == NONE else self.groups.dim_of(tensor, c)
+
+    def _priced(
+        self,
+        tensor: int,
+        axis: int,
+        choices: Sequence[Choice],
+        options: Sequence[Sequence[int]],
+        source: tuple[int, Callable[[int, int], Held]],
+        target: tuple[int, Callable[[int, int], Held]],
+    ) -> np.ndarray:
+        """The seconds of collectives that bring a tensor from one layout to another.
+
+        Args:
+            tensor: the tensor.
+            axis, choices, options: see `_moves`.
+            source, target: an element, and what an axis does to the tensor by its choice.
+
+        Returns:
+            For each option of the source and each of the target.
+        """
+        (a, before), (b, after) = source, target
+        spec = self.groups.step.tensors[tensor].spec
+        held = [before(i, x[a]) for i, x in enumerate(choices)]
+        needed = [after(i, x[b]) for i, x in enumerate(choices)]
+        known: dict[tuple[Held, Held], float] = {}
+        costs = np.zeros((len(options[a]), len(options[b])))
+        for i, c in enumerate(options[a]):
+            for j, d in enumerate(options[b]):
+                key = held[axis], needed[axis] = before(axis, c), after(axis, d)
+                if key not in known:
+                    known[key] = self._resharding.seconds(spec.num_bytes, spec.shape, held, needed)
+                costs[i, j] = known[key]
+        if self.groups.of_tensor[tensor] in self._state and spec.num_bytes >= SMALL_BYTES:
             # XLA combines the collectives of parameters and gradients into few.
             costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
         return costs
@@ -325,38 +406,6 @@ class CostModel:
             if other != axis and is_split:
                 size /= self.mesh_shape[other]
         return size
-
-    def _reshard(
-        self,
-        axis: int,
-        size: float,
-        source: int | None,
-        target: int | None,
-        shape: tuple[int, ...],
-    ) -> float:
-        if source == target or source is None:
-            return 0.0
-        if target is not None:
-            return self._exchange(axis, size)
-        return self._gather(axis, size, inner=math.prod(shape[:source]) > 1)
-
-    def _seconds(self, axis: int, sent: float) -> float:
-        bandwidth = self.machine.bandwidth(crosses=self._crossing[axis])
-        return sent / bandwidth + self.machine.latency_s
-
-    def _gather(self, axis: int, size: float, *, inner: bool) -> float:
-        """An all-gather, or a reduce-scatter; along an inner dim, parts are put in order, too."""
-        n = self.mesh_shape[axis]
-        order = 2 * size / self.machine.memory_bytes_per_s if inner else 0.0
-        return self._seconds(axis, size * (n - 1) / n) + order
-
-    def _all_reduce(self, axis: int, size: float) -> float:
-        n = self.mesh_shape[axis]
-        return self._seconds(axis, 2 * size * (n - 1) / n)
-
-    def _exchange(self, axis: int, size: float) -> float:
-        n = self.mesh_shape[axis]
-        return self._seconds(axis, size * (n - 1) / n**2)
 
     def memory_rows(self, axis: int, choices: Sequence[Choice]) -> list[list[np.ndarray]]:
         """The bytes of each tie's options at the points of the step where most is alive."""
@@ -401,9 +450,9 @@ class CostModel:
         """
         points = []
         groups = self.groups
-        for alive in _alive(groups):
+        for found in alive(groups):
             kinds: dict[Hashable, list[int]] = {}
-            for t in alive:
+            for t in found:
                 spec = groups.step.tensors[t].spec
                 classes = tuple(groups.tensor_class.get((t, d), -1) for d in range(len(spec.shape)))
                 is_leaf = groups.step.tensors[t].leaf is not None
@@ -421,42 +470,3 @@ def _key(axis: int, choices: Sequence[Choice]) -> tuple[int, tuple[tuple[int, ..
 def _is_even(size: int, shards: int) -> bool:
     """Whether a size is split evenly, or with little padding."""
     return size % shards == 0 or size >= 8 * shards
-
-
-def _alive(groups: Groups) -> list[list[int]]:
-    """The stored tensors at the end of the forward, and at the peak of bytes."""
-    step = groups.step
-    stored = list(range(len(step.tensors)))  # views are stored as what they view
-    for operation in step.operations:
-        traits = operation.entry.traits
-        if traits.elements <= Elements.PERMUTED and operation.operands:
-            stored[operation.results[0][0]] = stored[operation.operands[traits.source][0]]
-    last: dict[int, int] = {}
-    for i, operation in enumerate(step.operations):
-        for t, _ in operation.dims:
-            last[stored[t]] = i
-    end = len(step.operations)
-    replaced = {step.outputs[o]: leaf for leaf, o in step.updated.items()}
-    for t in step.outputs:
-        if t not in replaced:
-            last[stored[t]] = end
-    kept = [t for t, x in enumerate(step.tensors) if x.leaf is not None]
-    made = {stored[t]: i for i, o in enumerate(step.operations) for t, _ in o.results}
-    born: dict[int, list[int]] = {}
-    for t, i in made.items():
-        # What replaces a leaf takes over its buffer; what is read at once is fused.
-        if t not in replaced and step.tensors[t].leaf is None and last.get(t, i) - i > 2:
-            born.setdefault(i, []).append(t)
-    alive: dict[int, None] = {}
-    best: tuple[int, list[int]] = (0, [])
-    size = 0
-    for i in range(end):
-        for t in born.get(i, ()):
-            alive[t] = None
-            size += step.tensors[t].num_bytes
-        if size >= best[0]:
-            best = (size, list(alive))
-        for t in [t for t in alive if last[t] == i]:
-            del alive[t]
-            size -= step.tensors[t].num_bytes
-    return [[*kept, *best[1]], [*kept, *alive]]

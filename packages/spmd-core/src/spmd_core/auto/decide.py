@@ -20,6 +20,7 @@ from spmd_core.auto.marked_graph import marked, shardings
 from spmd_core.auto.propagated import MLIRError, propagated, seconds
 from spmd_core.auto.recorded_step import Markable
 from spmd_core.auto.solve import sent
+from spmd_core.auto.step_graph import StepGraph
 from spmd_core.auto.tried import Progress, Tried, best_of, hidden_work, program_seconds
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.storage import Storage
@@ -27,18 +28,18 @@ from spmd_core.planner.topology import Topology
 from spmd_core.program import ir
 from spmd_core.program.lower import lower
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Target
 from spmd_core.runtime import abstract, devices
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.source_lines import Phase
 
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
 # Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
 # operations and inputs in all, as lowering and propagation take about a millisecond for each. Of a
 # program with loops, whose operations are fewer than those that were recorded: so many.
-_MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 6
+_MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 7
+# Of these the first are the best ones of so many meshes: the model hardly tells these apart.
+_MESHES = 3
 # In a longer program for TPUs, whose layers compute again in the backward, equal layers are
 # propagated as loops, which move the same, in a part of the time. Otherwise forward and backward
 # share what they gather, which loops do not.
@@ -154,11 +155,17 @@ def _mesh(groups: Groups, candidate: Candidate, mesh: Mesh | None) -> Mesh:
     return Mesh(range(size), candidate.mesh_shape, axis_names(groups, candidate))
 
 
-def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
+def _diverse(made: Sequence[Tried], most: int, *, meshes: int = 1) -> list[Tried]:
     """The best candidates, the best one of each other kind, and then the next best.
 
-    First of all the best one, and that whose program is expected to be the best. Of each kind over
-    the fewest axes, as one would write it by hand, and then over more. Of twins the first one.
+    First of all the best one, with those of other meshes, and that whose program is expected to be
+    the best. Of each kind over the fewest axes, as one would write it by hand, and then over more.
+    Of twins the first one.
+
+    Args:
+        made: the candidates, the best one first.
+        most: how many there shall be at most.
+        meshes: of how many meshes the best one comes first; the order of axes makes no other mesh.
     """
     chosen: list[Tried] = []
 
@@ -166,7 +173,11 @@ def _diverse(made: Sequence[Tried], most: int) -> list[Tried]:
         if one is not None and not any(x is one or are_twins(x, one) for x in chosen):
             chosen.append(one)
 
-    add(next(iter(made), None))
+    of_meshes: dict[tuple[int, ...], Tried] = {}
+    for one in made:
+        of_meshes.setdefault(tuple(sorted(one.candidate.mesh_shape)), one)
+    for one in [*of_meshes.values()][:meshes]:
+        add(one)
     expected = [x for x in made if x.expected_s is not None]
     add(min(expected, key=lambda x: x.expected_s or 0.0, default=None))
     for num_axes in (0, 2):
@@ -228,7 +239,7 @@ class _Propagation:
     @functools.cached_property
     def loops(self) -> LoopedStep | None:
         """Makes loops of the step's layers; None if they are propagated one by one."""
-        return LoopedStep(self._recorded) if _has_loops(self._recorded) else None
+        return LoopedStep(self._recorded) if _has_loops(self._groups.step) else None
 
     def of(self, one: Tried, name: str) -> Tried:
         """A candidate with what it sends by a program of this name. Raises MLIRError."""
@@ -257,7 +268,7 @@ def _by_propagation(
         if propagation.loops is None:
             num_operations = propagation.num_operations
             most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
-        chosen = _diverse(made, most)
+        chosen = _diverse(made, most, meshes=_MESHES)
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
             try:
@@ -310,12 +321,10 @@ def _with_needed_marks(
     return [*found, *with_marks]
 
 
-def _has_loops(recorded: RecordedGraph) -> bool:
+def _has_loops(step: StepGraph) -> bool:
     """Whether equal layers are propagated as loops."""
-    if len(recorded.nodes) <= _MOST_UNFOLDED or devices.platform() != "tpu":
-        return False
-    phases = {node.origin.phase for node in recorded.nodes if node.origin is not None}
-    return Phase.RECOMPUTATION in phases
+    is_long = len(step.recorded.nodes) > _MOST_UNFOLDED and devices.platform() == "tpu"
+    return is_long and step.recomputes
 
 
 def _compile(

@@ -8,19 +8,17 @@ from spmd_core.auto.costs import NONE
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.marked_loops import by_loop, mark, with_marks
 from spmd_core.auto.recorded_step import Markable
+from spmd_core.auto.shared import total
 from spmd_core.auto.solve import Solution
 from spmd_core.auto.step_graph import Place, updated
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
-from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.leaves import marked_placement
 from spmd_core.program.program_graph import Node, RecordedGraph
 from spmd_core.program.regions import of_results
 from spmd_core.runtime.jax_sharding import jax_axis_names, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
-
-_ADD = "aten::add.Tensor"
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class Shardings:
         gradients: those of `marks` that are gradients of parameters.
         in_loops: marks inside of loops' bodies: where each is, its sharding, and whether it is of a
             gradient of a parameter.
+        reads: the operands that are marked where they are read, by the positions of the recorded
+            nodes and of their operands, with shardings: parameters that are gathered.
     """
 
     mesh: Mesh
@@ -41,6 +41,7 @@ class Shardings:
     marks: tuple[tuple[int, Sharding], ...]
     gradients: frozenset[int]
     in_loops: tuple[tuple[Place, Sharding, bool], ...] = ()
+    reads: tuple[tuple[int, int, Sharding], ...] = ()
 
     def placements(self) -> list[Placement]:
         """Where each graph input lies."""
@@ -95,8 +96,10 @@ def shardings(
         return sharding_of(groups, solution, mesh, tensor)
 
     leaves = [sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None]
+    reads: tuple[tuple[int, int, Sharding], ...] = ()
     if markable is None:
         marks, gradients = _anywhere(groups, solution, sharding)
+        reads = tuple(_gathered(groups, solution, mesh))
     else:
         for alike in markable.alike:
             ((most_common, _),) = Counter(leaves[i] for i in alike).most_common(1)
@@ -110,6 +113,7 @@ def shardings(
         tuple(sorted((t, x) for t, x in marks.items() if t not in places)),
         frozenset(gradients.difference(places)),
         tuple(sorted((places[t], x, t in gradients) for t, x in marks.items() if t in places)),
+        reads,
     )
 
 
@@ -170,7 +174,9 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
         if step.tensors[tensor].spec.num_elements == 1 or step.tensors[tensor].manual is not None:
             continue
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
-            tensor, is_sum = _as_updated(groups, tensor)
+            # Of a weight that is read twice, as an embedding's by the logits, each device adds its
+            # parts of both gradients before these are summed over the devices.
+            tensor, is_sum = total(step, tensor)
             if sharding(tensor).is_replicated and not is_sum:
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
@@ -221,6 +227,35 @@ def _is_read_as_held(
     return True
 
 
+def _gathered(
+    groups: Groups, solution: Solution, mesh: Mesh
+) -> Iterator[tuple[int, int, Sharding]]:
+    """The parameters that products read in whole along an axis that splits them, as `reads`.
+
+    XLA's partitioner, which sees the layouts of operands and results alone, may gather activations
+    in their place.
+    """
+    of_state = {groups.of_tensor[leaf] for leaf in groups.step.updated}
+    for i, operation in enumerate(groups.step.operations):
+        if not operation.flops or any(t in groups.step.places for t, _ in operation.results):
+            continue  # or inside of a loop
+        own = groups.tie[groups.of_operation[i]]
+        for t, position in operation.operands:
+            if groups.of_tensor[t] not in of_state or groups.step.tensors[t].manual is not None:
+                continue
+            tie, is_gathered = groups.tie[groups.of_tensor[t]], False
+            spec: list[tuple[int, ...]] = [() for _ in groups.step.tensors[t].spec.shape]
+            for axis in solution.order[tie]:
+                choice = solution.choices[axis]
+                need = _dim_of(groups, i, choice[own], operation.rule.operands[position])
+                is_split = choice[tie] != NONE and groups.dim_of(t, choice[tie]) is not None
+                is_gathered |= is_split and need is None
+                if need is not None:
+                    spec[need] = (*spec[need], axis)
+            if is_gathered:
+                yield operation.node, position, Sharding.of(mesh, tuple(spec), len(spec))
+
+
 def _dim_of(
     groups: Groups, number: int, choice: int, dims: Sequence[tuple[int, ...]]
 ) -> int | None:
@@ -236,45 +271,6 @@ def _dim_of(
 def _is_heavy_result(groups: Groups, tensor: int) -> bool:
     maker = groups.step.makers[tensor]
     return maker is not None and not groups.step.operations[maker].is_light
-
-
-def _as_updated(groups: Groups, tensor: int) -> tuple[int, bool]:
-    """A gradient in the form in which it is read: the last of the views and sums that follow on it.
-
-    A weight that is read twice, as an embedding's by the logits, has a sum of two gradients: each
-    device adds its parts before these are summed over the devices.
-
-    Returns:
-        That tensor, and whether it is a sum.
-    """
-    step, is_sum = groups.step, False
-    while True:
-        readers = step.readers[tensor]
-        if len(readers) != 1:
-            return tensor, is_sum
-        operation = step.operations[readers[0]]
-        is_added = operation.entry.name == _ADD and all(
-            _is_of_products(groups, t) for t, _ in operation.operands
-        )
-        is_view = operation.entry.traits.elements <= Elements.PERMUTED
-        if not (is_added or is_view) or len(operation.results) != 1:
-            return tensor, is_sum
-        tensor, is_sum = operation.results[0][0], is_sum or is_added
-
-
-def _is_of_products(groups: Groups, tensor: int) -> bool:
-    """Whether a tensor is a result of products and the like, or of views and sums of those."""
-    step = groups.step
-    maker = step.makers[tensor]
-    if maker is None:
-        return False
-    operation = step.operations[maker]
-    if not operation.is_light:
-        return True
-    is_view = operation.entry.traits.elements <= Elements.PERMUTED
-    return (is_view or operation.entry.name == _ADD) and all(
-        _is_of_products(groups, t) for t, _ in operation.operands
-    )
 
 
 def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
@@ -293,9 +289,18 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     in_loops = by_loop(found.in_loops)
     number: dict[int, int] = {-i - 1: -i - 1 for i in range(num_leaves)}
     before = count = 0
-    for i, node in enumerate(recorded.nodes):
-        entry = with_marks(node.entry, in_loops.get(i, ()))
-        nodes.append(Node(entry, tuple(number[n] for n in node.inputs), node.origin))
+    reads, specs = _by_node(found), [x for node in recorded.nodes for x in node.entry.outs]
+    for place, node in enumerate(recorded.nodes):
+        inputs = [number[n] for n in node.inputs]
+        for position, sharding in reads.get(place, ()):
+            n = node.inputs[position]
+            spec = specs[n] if n >= 0 else leaves[-n - 1].spec
+            nodes.append(
+                Node(mark(spec, sharding, is_gradient=False), (inputs[position],), node.origin)
+            )
+            inputs[position], count = count, count + 1
+        entry = with_marks(node.entry, in_loops.get(place, ()))
+        nodes.append(Node(entry, tuple(inputs), node.origin))
         for i in range(len(node.entry.outs)):
             number[before + i] = count + i
         count += len(node.entry.outs)
@@ -323,6 +328,14 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     )
 
 
+def _by_node(found: Shardings) -> dict[int, list[tuple[int, Sharding]]]:
+    """The operands that are marked where they are read, by node."""
+    by_node: dict[int, list[tuple[int, Sharding]]] = {}
+    for place, position, sharding in found.reads:
+        by_node.setdefault(place, []).append((position, sharding))
+    return by_node
+
+
 def positions(entries: Iterable[Entry], num_leaves: int, found: Shardings) -> tuple[int, ...]:
     """For each operation of the graph that `marked` makes, the position of the one before.
 
@@ -331,11 +344,12 @@ def positions(entries: Iterable[Entry], num_leaves: int, found: Shardings) -> tu
         num_leaves: the number of its inputs.
         found: the shardings.
     """
-    marks = dict(found.marks)
+    marks, reads = dict(found.marks), _by_node(found)
     places: list[int] = []
     tensor = num_leaves
     for position, entry in enumerate(entries):
         after = tensor + len(entry.outs)
-        places += [position] * (1 + sum(t in marks for t in range(tensor, after)))
+        added = len(reads.get(position, ())) + sum(t in marks for t in range(tensor, after))
+        places += [position] * (1 + added)
         tensor = after
     return tuple(places)

@@ -48,7 +48,7 @@ def solve(
         allowed: for each axis, for some ties the classes that it may choose.
     """
     num_axes = len(model.mesh_shape)
-    choices: list[Choice] = [[NONE] * model.num_ties for _ in range(num_axes)]
+    choices: list[Choice] = [[NONE] * model.num_elements for _ in range(num_axes)]
     for sweep in range(_MOST_SWEEPS):
         before = [list(c) for c in choices]
         for axis in range(num_axes):
@@ -62,8 +62,8 @@ def solve(
         if choices == before or num_axes == 1:
             break
     work, order = work_of(model, choices), _order(model, choices)
-    seconds = _seconds(model, choices, work)
-    return Solution(tuple(map(tuple, choices)), seconds, work, memory_of(model, choices), order)
+    seconds, held = evaluate(model, choices), memory_of(model, choices)
+    return Solution(tuple(map(tuple, choices)), seconds, work, held, order)
 
 
 def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
@@ -75,8 +75,8 @@ def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...]
     groups = model.groups
     axes = range(len(choices))
     if len(axes) == 1:
-        return ((0,),) * model.num_ties
-    alike = [[0] * len(axes) for _ in range(model.num_ties)]
+        return ((0,),) * model.num_elements
+    alike = [[0] * len(axes) for _ in range(model.num_elements)]
     for i, times in model.operations:
         operation = groups.step.operations[i]
         own = groups.of_operation[i]
@@ -95,13 +95,8 @@ def _order(model: CostModel, choices: Sequence[Choice]) -> tuple[tuple[int, ...]
 
 def evaluate(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
     """The modelled seconds of all axes' choices."""
-    return _seconds(model, choices, work_of(model, choices))
-
-
-def _seconds(model: CostModel, choices: Sequence[Sequence[int]], work: float) -> float:
     lists = [list(c) for c in choices]
-    total = sum(model.axis_costs(axis, lists).total(lists[axis]) for axis in range(len(lists)))
-    return total - (len(lists) - 1) * work  # which is in each axis's costs, and counts once
+    return model.axis_costs(0, lists).total(lists[0])
 
 
 def sent(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
@@ -118,7 +113,7 @@ def work_of(model: CostModel, choices: Sequence[Sequence[int]]) -> float:
     for i, times in model.operations:
         operation = model.groups.step.operations[i]
         tie = model.groups.tie[model.groups.of_operation[i]]
-        seconds, _ = model.plain_work(i, operation, 0, lists, options[tie])
+        seconds = model.plain_work(i, operation, 0, lists, options[tie])
         work += times * float(seconds[options[tie].index(lists[0][tie])])
     return work
 

@@ -14,7 +14,7 @@ from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.dim_rules import DimRule, Dims
 from spmd_core.program.program_graph import Leaf, RecordedGraph
 from spmd_core.sharding.sharding import Manual, Sharding
-from spmd_core.source_lines import Origin
+from spmd_core.source_lines import Origin, Phase
 
 # Where a value of a loop's body is: the positions of the loop among the recorded nodes and of loops
 # inside of it among the nodes of their bodies, and its value number in the innermost body.
@@ -154,6 +154,12 @@ class StepGraph:
     outputs: tuple[int, ...]
     updated: dict[int, int]
     places: dict[int, Place] = field(default_factory=dict)
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether layers compute again in the backward."""
+        origins = (operation.origin for operation in self.operations)
+        return any(x is not None and x.phase is Phase.RECOMPUTATION for x in origins)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
