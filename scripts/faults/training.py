@@ -5,10 +5,10 @@ from .fault import Fault
 FAULTS = (
     # ---- auto ------------------------------------------------------------------------------------
     Fault(
-        "spmd_core/auto/costs.py",
+        "spmd_core/auto/resharding.py",
         "an all-reduce is thought to cost as little as an all-gather",
-        "return self._seconds(axis, 2 * size * (n - 1) / n)",
-        "return self._seconds(axis, size * (n - 1) / n)",
+        "return self.transfer(axes, 2 * num_bytes * (n - 1) / n)",
+        "return self.transfer(axes, num_bytes * (n - 1) / n)",
     ),
     Fault(
         "spmd_core/auto/groups.py",

@@ -8,9 +8,11 @@ from auto_steps import chosen, training, words
 
 import spmd_core as spmd
 from spmd_core.auto.candidates import Kind
-from spmd_core.auto.marked_graph import marked
+from spmd_core.auto.marked_graph import marked, positions
 from spmd_core.debugging import communication
+from spmd_core.metrics.flops import entry_flops
 from spmd_core.program.compilation import build
+from spmd_core.program.mark_names import MARK_SHARDING
 
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
@@ -42,6 +44,29 @@ def test_gradients_of_split_parameters_are_marked():
 
     count, replicated = chosen(Kind.FSDP, mesh, read)
     assert count >= 5 and replicated == {False}  # two weights of two blocks, and the table
+
+
+def test_parameters_are_marked_whole_where_products_read_them():
+    """The partitioner might gather activations in their place."""
+    mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        entries = [node.entry for node in recorded.graph.nodes]
+        of_new = positions(entries, len(recorded.graph.leaves), found)
+        for place, position, sharding in found.reads:
+            (number,) = [
+                i for i, p in enumerate(of_new) if p == place and graph.nodes[i].entry is entries[p]
+            ]
+            results = [(n, i) for n, node in enumerate(graph.nodes) for i in node.entry.outs]
+            before = graph.nodes[results[graph.nodes[number].inputs[position]][0]].entry
+            assert before.sharding == sharding and before.name == MARK_SHARDING
+            assert entry_flops(entries[place])
+        return len(of_new) == len(graph.nodes), {x.is_replicated for _, _, x in found.reads}
+
+    assert chosen(Kind.FSDP, mesh, read) == (True, {True})
+    # What is whole is not marked.
+    assert not chosen(Kind.DATA, mesh, lambda recorded, groups, found: found.reads)
 
 
 def test_features_and_parameters_over_two_axes_move_what_an_expert_would():
