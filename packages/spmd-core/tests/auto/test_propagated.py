@@ -11,8 +11,8 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.propagated import MLIRError, Moved, _ir, _Reader, propagated, seconds
-from spmd_core.auto.recorded_step import record
 from spmd_core.auto.read_step import read_step
+from spmd_core.auto.recorded_step import record
 from spmd_core.debugging import communication
 from spmd_core.planner.topology import present
 from spmd_core.program import ir
