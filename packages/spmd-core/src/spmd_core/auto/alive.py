@@ -10,8 +10,10 @@ def alive(groups: Groups) -> list[list[int]]:
     stored = list(range(len(step.tensors)))  # views are stored as what they view
     for operation in step.operations:
         traits = operation.entry.traits
-        if traits.elements <= Elements.PERMUTED and operation.operands:
-            stored[operation.results[0][0]] = stored[operation.operands[traits.source][0]]
+        # Neither is there if the two have no dim in common, as those of a reshape may.
+        source = next((t for t, k in operation.operands if k == traits.source), None)
+        if traits.elements <= Elements.PERMUTED and operation.results and source is not None:
+            stored[operation.results[0][0]] = stored[source]
     last: dict[int, int] = {}
     for i, operation in enumerate(step.operations):
         for t, _ in operation.dims:
