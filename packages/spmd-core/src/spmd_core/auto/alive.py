@@ -1,7 +1,6 @@
 """The tensors of a step that are in memory at its peak, and at its end."""
 
 from spmd_core.auto.groups import Groups
-from spmd_core.ops.kernels.traits import Elements
 
 
 def alive(groups: Groups) -> list[list[int]]:
@@ -9,11 +8,8 @@ def alive(groups: Groups) -> list[list[int]]:
     step = groups.step
     stored = list(range(len(step.tensors)))  # views are stored as what they view
     for operation in step.operations:
-        traits = operation.entry.traits
-        # Neither is there if the two have no dim in common, as those of a reshape may.
-        source = next((t for t, k in operation.operands if k == traits.source), None)
-        if traits.elements <= Elements.PERMUTED and operation.results and source is not None:
-            stored[operation.results[0][0]] = stored[source]
+        if operation.viewed is not None:
+            stored[operation.results[0][0]] = stored[operation.viewed]
     last: dict[int, int] = {}
     for i, operation in enumerate(step.operations):
         for t, _ in operation.dims:

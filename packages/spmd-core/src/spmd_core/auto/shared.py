@@ -123,10 +123,10 @@ def _viewed(groups: Groups, tensor: int) -> int:
         maker = step.makers[tensor]
         if maker is None or groups.of_operation[maker] != groups.of_tensor[tensor]:
             return tensor
-        traits = step.operations[maker].entry.traits
-        if traits.elements > Elements.PERMUTED or not step.operations[maker].operands:
+        viewed = step.operations[maker].viewed
+        if viewed is None:
             return tensor
-        tensor = step.operations[maker].operands[traits.source][0]
+        tensor = viewed
 
 
 def total(step: StepGraph, tensor: int) -> tuple[int, bool]:

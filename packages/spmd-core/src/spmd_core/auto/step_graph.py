@@ -11,6 +11,7 @@ from functools import cached_property
 
 from spmd_core.graph.stacks import stacked_sharding
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.dim_rules import DimRule, Dims
 from spmd_core.program.program_graph import Leaf, RecordedGraph
 from spmd_core.sharding.sharding import Manual, Sharding
@@ -108,6 +109,18 @@ class Operation:
             self.rule.reduced[i].difference(f for dim in self.rule.results[i] for f in dim)
             for _, i in self.results
         )
+
+    @cached_property
+    def viewed(self) -> int | None:
+        """The tensor of which its result is a view or a cast.
+
+        None if it computes something, or if the two have no dim in common, as those of a reshape
+        may.
+        """
+        traits = self.entry.traits
+        if traits.elements > Elements.PERMUTED or not self.results:
+            return None
+        return next((t for t, position in self.operands if position == traits.source), None)
 
     @cached_property
     def matrix_dims(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
