@@ -14,6 +14,7 @@ from spmd_core.auto.machine import Machine
 from spmd_core.auto.resharding import Held, Partial, Resharding
 from spmd_core.auto.shared import sharing
 from spmd_core.auto.step_graph import Operation
+from spmd_core.graph.values import Spec
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
 
@@ -93,6 +94,7 @@ class CostModel:
             (same[0], sum(operations[i].times for i in same)) for same in kinds.values()
         ]
         self._traffics: dict[int, float] = {}  # by operation
+        self._reshards: dict[Hashable, float] = {}
         self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], AxisCosts] = {}
         self._rows: dict[tuple[int, tuple[tuple[int, ...], ...]], list[list[np.ndarray]]] = {}
 
@@ -379,18 +381,27 @@ class CostModel:
         spec = self.groups.step.tensors[tensor].spec
         held = [before(i, x[a]) for i, x in enumerate(choices)]
         needed = [after(i, x[b]) for i, x in enumerate(choices)]
+        sources = [before(axis, c) for c in options[a]]
+        targets = [after(axis, c) for c in options[b]]
         known: dict[tuple[Held, Held], float] = {}
-        costs = np.zeros((len(options[a]), len(options[b])))
-        for i, c in enumerate(options[a]):
-            for j, d in enumerate(options[b]):
-                key = held[axis], needed[axis] = before(axis, c), after(axis, d)
-                if key not in known:
-                    known[key] = self._resharding.seconds(spec.num_bytes, spec.shape, held, needed)
-                costs[i, j] = known[key]
+        costs = np.zeros((len(sources), len(targets)))
+        for i, first in enumerate(sources):
+            for j, second in enumerate(targets):
+                if (first, second) not in known:
+                    held[axis], needed[axis] = first, second
+                    known[first, second] = self._resharded(spec, tuple(held), tuple(needed))
+                costs[i, j] = known[first, second]
         if self.groups.of_tensor[tensor] in self._state and spec.num_bytes >= SMALL_BYTES:
             # XLA combines the collectives of parameters and gradients into few.
             costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
         return costs
+
+    def _resharded(self, spec: Spec, held: tuple[Held, ...], needed: tuple[Held, ...]) -> float:
+        """The seconds of a change of layout; many operations ask for equal ones."""
+        key = spec.num_bytes, spec.shape, held, needed
+        if key not in self._reshards:
+            self._reshards[key] = self._resharding.seconds(spec.num_bytes, spec.shape, held, needed)
+        return self._reshards[key]
 
     @cached_property
     def _state(self) -> frozenset[int]:
