@@ -236,7 +236,7 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, exhaustive(True)])
 @pytest.mark.usefixtures("finding_a_mesh")
 def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     scan: bool,
