@@ -112,10 +112,10 @@ class _Reader:
         manual = inside if entry.border is None else entry.border.manual
         rule = self._sorted.get(place[0]) if len(place) == 1 else None
         if rule is None:
-            rule = self._rule(entry, [self._tensors[t].spec for t in operands], manual)
+            rule = self._rule(entry, [self._tensors[t].spec for t in operands])
         self._add(entry, rule, (operands, results), place[0], times, manual, origin)
 
-    def _rule(self, entry: Entry, operands: Sequence[Spec], manual: Manual | None) -> DimRule:
+    def _rule(self, entry: Entry, operands: Sequence[Spec]) -> DimRule:
         if entry not in self._rules:
             if region_rules.is_in_region_alone(entry):
                 find = region_rules.dims

@@ -7,9 +7,9 @@ products whose results are read late, and for the sums of such products. On GPU 
 schedulers already take memory, and overlap with communication, into account.
 
 A barrier also keeps the transpose of a first factor apart from its product. The transposed copy and
-the product of it, by YNNPACK, take two thirds of the time of Eigen's product of a factor that is
-transposed. Where loops go over layers, a weight's gradient has such a factor: what forward has
-kept, which is an input of the body.
+the product of it, by YNNPACK, take less time than Eigen's product of a factor that is transposed
+(`benchmarks/folded_steps.py` has steps with such products). Where loops go over layers, a weight's
+gradient has such a factor: what forward has kept, which is an input of the body.
 """
 
 from collections.abc import Iterator
