@@ -4,19 +4,18 @@ For each model of `benchmarks.auto_models`, on eight emulated devices:
 
 1. A step with the shardings of `spmd.auto_shard(objective="measured")`, in turns with each of the
    manual ones (data parallelism, FSDP, FSDP with tensor parallelism): CPU time, and peak memory of
-   the program. A turn is a few steps of one loop, as a step follows on itself in training; the
-   first one, whose memory and caches the loop before has had, does not count.
+   the program.
 2. The losses of three steps beside those of eager torch.
 3. The seconds of the search, before candidates are compiled and in all.
 4. Over all candidates that were compiled: the rank correlation (Spearman's) of modelled and
    compiled bytes of collectives, and of peak memory.
 
     python -m benchmarks.auto_sharding
-    python -m benchmarks.auto_sharding --models gpt2 llama --rounds 3
+    python -m benchmarks.auto_sharding --models gpt2 llama --processes 5
 
-Each model runs in several processes, one after another: where a process's memory and threads lie
-changes the times of its steps by more than two shardings differ. The first process searches, the
-later ones read the shardings that it kept. A time is the median of those of the processes.
+A process searches and keeps the shardings. Then each turn of each sharding is a process of its own,
+which trains one model, as a user's does: what else lies in a process's memory changes the times of
+its steps by more than two shardings differ. A time is the median of those of the processes.
 """
 
 import json
@@ -34,10 +33,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     NAMES = ("gpt2", "llama", "resnet", "vit", "t5", "mixtral", "two_tower", "mixer")
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--size", default="small", help="of the models (default: small)")
-    parser.add_argument("--rounds", type=whole(), default=5, help="of turns (default 5)")
-    parser.add_argument("--processes", type=whole(), default=3, help="of a model (default 3)")
+    parser.add_argument("--processes", type=whole(), default=3, help="of a sharding (default 3)")
     parser.add_argument("--candidates", type=whole(), default=5, help="to compile (default 5)")
     parser.add_argument("--only", choices=NAMES, help="measure this one; the script uses this")
+    parser.add_argument("--strategy", help="with --only: these shardings; none searches")
     parser.add_argument("--json", type=Path, help="where --only writes its figures")
     parser.add_argument("--searches", type=Path, help="where --only keeps and finds its search")
     args = parser.parse_args()
@@ -45,7 +44,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from scipy import stats
@@ -60,50 +59,56 @@ STRATEGIES = ("data", "fsdp", "fsdp_tensor")
 EAGER, AUTO = "eager", "auto"
 LEAST_RATIO, LEAST_BETTER, LEAST_RANK, MOST_ERROR = 0.96, 1 / 3, 0.9, 1e-5
 MOST_MODEL_S, MOST_SEARCH_S = 30, 300
-# Of a turn that count.
-STEPS = 3
+# Of a process: those that begin, with new memory, and those that count.
+FIRST_STEPS, STEPS, LEAST_S = 3, 8, 2.0
 # XLA's worker threads spin for a while after their work, which would count as the next step's.
 SETTLE_S = 0.1
 
 
-def measured(name: str, size: str, rounds: int, candidates: int, searches: Path) -> dict[str, Any]:
-    """A model's figures in one process, which searches if folder `searches` has no search yet."""
-    spmd.config.cache_dir = str(searches)
-    spmd.simulate(NUM_DEVICES)
-    spmd.use_spmd()
-    found: dict[str, Any] = {"losses": {}, "peaks": {}, "cpu_s": {}}
-    steps: dict[str, Callable[[], torch.Tensor]] = {}
-    found["losses"][EAGER] = _eager_losses(name, size)
-    for strategy in (AUTO, *STRATEGIES):
-        step, search = _prepared(name, size, strategy, candidates)
-        found |= search
-        # By hand and by the search may be one program, which is compiled once.
-        before = {id(x): x.executions for x in spmd.metrics.programs()}
-        found["losses"][strategy] = [step().item() for _ in range(3)]
-        found["peaks"][strategy] = max(
-            x.peak_bytes for x in spmd.metrics.programs() if x.executions > before.get(id(x), 0)
-        )
-        steps[strategy] = step
-        gc.collect()
-    times: dict[str, list[float]] = {strategy: [] for strategy in steps}
-    for number in range(rounds):
-        turns = list(steps.items())  # in both orders, as a step leaves caches to the next one
-        for strategy, step in turns if number % 2 else reversed(turns):
-            times[strategy] += _turn(step)
-    found["cpu_s"] = {strategy: statistics.median(x) for strategy, x in times.items()}
-    return found
+def searched(name: str, size: str, candidates: int) -> dict[str, Any]:
+    """The figures of a model's search, and the losses of eager torch."""
+    eager = _eager_losses(name, size)
+    torch.manual_seed(0)
+    _, _, step, inputs = MODELS[name].build(size, "xla")
+    spmd.sync(wait=True)
+    start, reports = time.perf_counter(), dict[str, float]()
+
+    def note(text: str) -> None:
+        reports.setdefault(text.partition(" ")[0], time.perf_counter() - start)
+
+    plan = spmd.auto_shard(step, *inputs, candidates=candidates, objective="measured", report=note)
+    return {
+        "losses": {EAGER: eager},
+        "search_s": time.perf_counter() - start,
+        "model_s": reports["compiling"],  # then the first candidate is compiled
+        "mesh": plan.tried[0].shardings.mesh_text,
+        "kind": plan.tried[0].candidate.kind.value,
+        "candidates": _candidates(plan),
+    }
 
 
-def _turn(step: Callable[[], torch.Tensor]) -> list[float]:
-    """The CPU seconds of some steps of a loop that has just begun to run again."""
-    found = []
-    for _ in range(1 + STEPS):
+def measured(name: str, size: str, candidates: int, strategy: str) -> dict[str, Any]:
+    """The losses, the program's peak and a step's CPU seconds of a process that trains a model."""
+    model = MODELS[name]
+    torch.manual_seed(0)
+    net, _, step, inputs = model.build(size, "xla")
+    if strategy != AUTO:
+        model.manual[strategy](net, inputs, mesh_of(strategy, NUM_DEVICES))
+    spmd.sync(wait=True)
+    if strategy == AUTO:  # reads what the search has kept
+        spmd.auto_shard(step, *inputs, candidates=candidates, objective="measured")
+    gc.collect()
+    before = {id(x): x.executions for x in spmd.metrics.programs()}
+    losses = [step(*inputs).item() for _ in range(FIRST_STEPS)]
+    peak = max(x.peak_bytes for x in spmd.metrics.programs() if x.executions > before.get(id(x), 0))
+    times: list[float] = []
+    while len(times) < STEPS or sum(times) < LEAST_S:
         time.sleep(SETTLE_S)
         start = time.process_time()
-        step()
+        step(*inputs)
         spmd.sync(wait=True)
-        found.append(time.process_time() - start)
-    return found[1:]
+        times.append(time.process_time() - start)
+    return {"losses": losses, "peak": peak, "cpu_s": statistics.median(times)}
 
 
 def _eager_losses(name: str, size: str) -> list[float]:
@@ -117,42 +122,6 @@ def _eager_losses(name: str, size: str) -> list[float]:
     del net, inputs
     gc.collect()
     return [float(step(*own)) for _ in range(3)]
-
-
-def _prepared(
-    name: str, size: str, strategy: str, candidates: int
-) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
-    """A step of a new model under a strategy, and the figures of the search."""
-    model = MODELS[name]
-    torch.manual_seed(0)
-    net, _, step, inputs = model.build(size, "xla")
-    search: dict[str, Any] = {}
-    if strategy != AUTO:
-        model.manual[strategy](net, inputs, mesh_of(strategy, NUM_DEVICES))
-    spmd.sync(wait=True)
-    if strategy == AUTO:
-        start = time.perf_counter()
-        reports: dict[str, float] = {}
-
-        def note(text: str) -> None:
-            reports.setdefault(text.partition(" ")[0], time.perf_counter() - start)
-
-        plan = spmd.auto_shard(
-            step, *inputs, candidates=candidates, objective="measured", report=note
-        )
-        search["search_s"] = time.perf_counter() - start
-        # Then the first candidate is compiled, unless the search was kept.
-        search["model_s"] = reports.get("compiling", 0.0)
-        search["mesh"] = plan.tried[0].shardings.mesh_text
-        search["kind"] = plan.tried[0].candidate.kind.value
-        search["candidates"] = _candidates(plan)
-
-    def run() -> torch.Tensor:
-        loss = step(*inputs)
-        spmd.sync()
-        return loss
-
-    return run, search
 
 
 def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
@@ -175,22 +144,29 @@ def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
 
 
 def _runs(name: str, progress: "tqdm[Any]") -> dict[str, Any]:
-    """A model's figures: of its search those of the first process, of its steps the medians."""
-    runs: list[dict[str, Any]] = []
+    """A model's figures: those of its search, and of each sharding the medians of its processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        words = [sys.executable, "-m", "benchmarks.auto_sharding", "--only", name]
-        words += ["--size", args.size, "--rounds", str(args.rounds), "--json", str(path)]
-        words += ["--candidates", str(args.candidates), "--searches", folder]
-        for _ in range(args.processes):
+
+        def run(*more: str) -> dict[str, Any]:
+            words = [sys.executable, "-m", "benchmarks.auto_sharding", "--only", name]
+            words += ["--size", args.size, "--json", str(path), "--searches", folder]
+            words += ["--candidates", str(args.candidates), *more]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-            runs.append(json.loads(path.read_text()))
             progress.update()
-    found = dict(runs[0])
-    found["processes"] = [x["cpu_s"] for x in runs]
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+
+        found = run() | {"peaks": {}, "processes": []}
+        for number in range(args.processes):
+            turns = (AUTO, *STRATEGIES) if number % 2 == 0 else (*reversed(STRATEGIES), AUTO)
+            ran = {strategy: run("--strategy", strategy) for strategy in turns}
+            found["losses"] |= {strategy: x["losses"] for strategy, x in ran.items()}
+            found["peaks"] |= {strategy: x["peak"] for strategy, x in ran.items()}
+            found["processes"].append({strategy: x["cpu_s"] for strategy, x in ran.items()})
     found["cpu_s"] = {
         strategy: statistics.median(x[strategy] for x in found["processes"])
-        for strategy in found["cpu_s"]
+        for strategy in (AUTO, *STRATEGIES)
     }
     return found
 
@@ -241,10 +217,17 @@ def _note(text: str, holds: bool) -> str:
 
 def main() -> None:
     if args.only:
-        figures = measured(args.only, args.size, args.rounds, args.candidates, args.searches)
+        spmd.config.cache_dir = str(args.searches)
+        spmd.simulate(NUM_DEVICES)
+        spmd.use_spmd()
+        if args.strategy is None:
+            figures = searched(args.only, args.size, args.candidates)
+        else:
+            figures = measured(args.only, args.size, args.candidates, args.strategy)
         args.json.write_text(json.dumps(figures))
         return
-    with tqdm(total=len(args.models) * args.processes, desc="runs", disable=None) as progress:
+    runs = len(args.models) * (1 + args.processes * (1 + len(STRATEGIES)))
+    with tqdm(total=runs, desc="runs", disable=None) as progress:
         found = {name: _runs(name, progress) for name in args.models}
     ratios = [_rate(x["cpu_s"]) for x in found.values()]
     better = sum(ratio > 1 for ratio in ratios) / len(ratios)
