@@ -1,10 +1,13 @@
-"""planner/memory_uses.py: which torch operation a buffer is of."""
+"""planner/memory_uses.py: which torch operation a buffer is of, and what leaves are in training."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import spmd_core as spmd
 from spmd_core.planner.buffer_text import HloValue
 from spmd_core.planner.memory_uses import Buffer, MemoryUse, Roles, _Operations
 
@@ -31,3 +34,22 @@ def test_what_moves_a_result_has_the_name_of_its_operation(num_unnamed: int) -> 
 def test_a_name_is_not_sought_through_the_whole_program() -> None:
     found = buffer_behind(40)
     assert (found.part, found.op) == (MemoryUse.TEMPORARIES, "")
+
+
+def test_stacks_of_optimizer_state_are_optimizer_state(num_devices: int) -> None:
+    """The rows of all stacks are taken at the beginning of a step, not only parameters'."""
+
+    def train() -> None:
+        layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)]
+        model = spmd.scan_model(nn.Sequential(*layers).to("xla"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="xla")).square().mean().backward()
+            optimizer.step()
+            spmd.sync()
+
+    parts = spmd.plan(train, topology=f"cpu-{num_devices}").step.parts
+    assert parts[MemoryUse.PARAMETERS] == 3 * 8 * 8 * 4
+    # And a step count of each tensor, on the host or the device.
+    assert 0 <= parts[MemoryUse.OPTIMIZER] - 2 * parts[MemoryUse.PARAMETERS] <= 64

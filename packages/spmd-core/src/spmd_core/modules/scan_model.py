@@ -105,7 +105,16 @@ def _all_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Modu
     seen = {model}
     while pending:
         name, module = pending.pop(0)
-        runs = [run for run in _runs(name, module, reasons) if not _is_elementary(run[0])]
+        runs = []
+        for run in _runs(name, module, reasons):
+            if _is_elementary(run[0]):
+                kind = class_of(run[0]).__name__
+                reasons.append(
+                    f"{len(run)} layers of {name or 'the model'!r} are one {kind} each: write "
+                    f"scan_model(model, {name!r}) to scan them all the same."
+                )
+            else:
+                runs.append(run)
         for run in runs:
             found = True
             yield name, module, run

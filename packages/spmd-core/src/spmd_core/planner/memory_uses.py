@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spmd_core.debugging import hlo_text
+from spmd_core.ops.kernels.stacks import STACK, UNSTACK
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.planner.buffer_text import Buffers, HloValue
 from spmd_core.program.program_graph import Node, RecordedGraph
@@ -79,8 +80,9 @@ class Roles:
 def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
     """The roles of a graph's operations and leaves.
 
-    A leaf that persists between steps is a parameter if a forward or backward pass reads it, and
-    optimizer state if only later operations do.
+    A leaf that persists between steps is a parameter if a forward or backward pass computes with
+    it, and optimizer state if only later operations do. To take the rows of a stack and the like is
+    not to compute: a step of a loop over layers begins with the rows of all stacks.
 
     Args:
         graph: the graph, with origins.
@@ -95,14 +97,13 @@ def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
         first_result[i] + k: i for i, node in enumerate(graph.nodes) for k in range(_outs(node))
     }
     in_backward = set(backward)
-    gradients, read_before = set(), set()
-    for i, node in enumerate(graph.nodes):
-        for number in node.inputs:
-            if number < 0:
-                if i < after:
-                    read_before.add(-number - 1)
-            elif i >= after and made_by[number] in in_backward:
-                gradients.add(made_by[number])
+    gradients = {
+        made_by[number]
+        for node in graph.nodes[after:]
+        for number in node.inputs
+        if number >= 0 and made_by[number] in in_backward
+    }
+    read_before = _leaves_computed_with(graph, after)
     # If a gradient is only passed on, the operation that computes it gives XLA's buffer its name.
     passing = [i for i in gradients if _hands_on(graph.nodes[i])]
     while passing:
@@ -120,6 +121,21 @@ def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
         for i in range(len(graph.leaves))
     )
     return Roles(leaves, after, frozenset(gradients))
+
+
+def _leaves_computed_with(graph: RecordedGraph, end: int) -> set[int]:
+    """The leaves that operations before the one at `end` compute with, or that are returned."""
+    moved: dict[int, set[int]] = {}  # for values whose elements are those of leaves, these
+    found: set[int] = set()
+    for first, node in zip(_first_results(graph.nodes), graph.nodes[:end]):
+        read = {-x - 1 for x in node.inputs if x < 0}.union(
+            *(moved.get(x, ()) for x in node.inputs)
+        )
+        if node.entry.traits.elements < Elements.NEW or node.entry.name in (STACK, UNSTACK):
+            moved |= {first + k: read for k in range(_outs(node))}
+        else:
+            found |= read
+    return found.union(*(moved.get(output.value, ()) for output in graph.outputs))
 
 
 def _is_backward(origin: Origin) -> bool:
