@@ -83,14 +83,16 @@ def training(
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     *,
     lr: float = 1e-2,
+    is_bf16: bool = False,
     **options: object,
 ) -> Training:
-    """The training of a model to predict classes."""
+    """The training of a model to predict classes; with `is_bf16` under autocast to bfloat16."""
     optimizer = make(model.parameters(), lr=lr, **options)
 
     def step(x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        logits = model(x)
-        loss = F.cross_entropy(logits.flatten(0, -2), classes.flatten())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=is_bf16):
+            logits = model(x)
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), classes.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -138,6 +140,7 @@ def chosen(
     batch: int = 16,
     depth: int = 2,
     is_recomputed: bool = False,
+    in_code: bool = False,
     **options: object,
 ) -> Any:
     """`read(recorded, groups, shardings)` of the best choice of a kind for tied blocks.
@@ -147,7 +150,8 @@ def chosen(
         read: its result is returned.
         batch, depth: as for `words`.
         is_recomputed: whether blocks compute again in the backward.
-        **options: of the optimizer.
+        in_code: whether only what the code of a loop reaches may be marked.
+        **options: of the optimizer, and `is_bf16` of `training`.
     """
     model, example = words(vocabulary=512, width=256, inner=1024, depth=depth, batch=batch)
     for block in model.blocks if is_recomputed else ():
@@ -164,6 +168,7 @@ def chosen(
         marks = candidates.fixed(groups, len(mesh.mesh_shape))
         solution = solve(costs, allowed=candidates._allowed(costs, marks, kind, batch_of))
         assert solution is not None
-        return read(recorded, groups, shardings(groups, solution, mesh))
+        markable = recorded.markable if in_code else None
+        return read(recorded, groups, shardings(groups, solution, mesh, markable))
 
     return record(lambda: own.step(*inputs), found)

@@ -1,6 +1,7 @@
 """Automatic sharding of models that are sharded in part already, or not computed plainly."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from spmd_core.auto import decide, mode
 from spmd_core.auto.candidates import Kind, candidates
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings
+from spmd_core.auto.sharding_plan import ShardingPlan
 from spmd_core.errors import AutoShardingError
 from spmd_core.program import growing_program
 
@@ -243,3 +245,39 @@ def test_mixed_precision_and_accumulation(is_bf16, parts):
 
     got, expected, _ = trained(plain, mesh, find, is_bf16=is_bf16, parts=parts)
     assert got == pytest.approx(expected, rel=2e-2 if is_bf16 else 2e-5)
+
+
+def test_the_loop_sums_whole_parameters_gradients_in_their_own_dtype(monkeypatch, tmp_path):
+    """Under autocast products make them in bfloat16, in which the partitioner would sum them."""
+
+    def whole(*args, **options):
+        found = candidates(*args, **options)
+        # Parameters are small here, and whole in the candidate that FSDP asks for, too.
+        return [x for x in found if x.kind in (Kind.DATA, Kind.FSDP)][-1:]
+
+    monkeypatch.setattr(decide, "candidates", whole)
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+
+    def summed(model, step, batch):
+        step(*batch)
+        text = spmd.debugging.stablehlo(model.blocks[0].up.weight)
+        spmd.sync()
+        return re.findall(r"all_reduce.*?-> tensor<(64x32x\w+|32x64x\w+)>", text, re.DOTALL)
+
+    def made():
+        model, batch = words(vocabulary=64, width=32, inner=64, batch=16)
+        own = training(model.to("xla"), torch.optim.SGD, is_bf16=True)
+        return model, own.step, [x.to("xla") for x in batch]
+
+    model, step, batch = made()
+    plan = spmd.auto_shard(step, *batch, mesh=mesh, candidates=0)
+    marks = {row.name: row.marks_gradient for row in plan.parameters}
+    assert marks["Words.blocks.0.up.weight"] and not marks["Words.blocks.0.norm.weight"]
+    assert model.blocks[0].up.weight.sharding.is_replicated
+    assert set(summed(model, step, batch)) == {"64x32xf32"}
+    assert "blocks" in plan.code() and "norm" not in plan.code()
+    plan.save(tmp_path / "plan.json")
+    other, step, batch = made()
+    ShardingPlan.load(tmp_path / "plan.json").apply(other)
+    batch = [spmd.mark_sharding(x, mesh, ("data", None)) for x in batch]
+    assert set(summed(other, step, batch)) == {"64x32xf32"}

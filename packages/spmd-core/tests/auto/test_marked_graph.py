@@ -36,6 +36,26 @@ def test_with_whole_parameters_the_sum_of_a_shared_weights_gradients_is_marked(o
     assert chosen(Kind.DATA, mesh, read, **options) == ("aten::add.Tensor", True)
 
 
+@pytest.mark.parametrize("in_code", [False, True])
+def test_whole_parameters_gradients_are_marked_where_products_make_them_in_another_dtype(in_code):
+    """The partitioner would sum them over devices in bfloat16."""
+
+    def read(recorded, groups, found):
+        of = {groups.of_tensor[t]: groups.step.tensors[t].spec.dtype for t in found.gradients}
+        marked = [recorded.names[s] for i, s in enumerate(recorded.leaves) if is_of(groups, of, i)]
+        return {x.removeprefix("Words.") for x in marked}, set(of.values())
+
+    def is_of(groups, of, leaf):
+        return leaf in groups.step.updated and groups.of_tensor[leaf] in of
+
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    options = {"make": torch.optim.SGD, "in_code": in_code}
+    names = [n for n, _ in words()[0].named_parameters() if "norm" not in n]  # those of products
+    assert chosen(Kind.DATA, mesh, read, is_bf16=True, **options) == ({*names}, {torch.float32})
+    table = set() if in_code else {"table.weight"}  # which is read twice
+    assert chosen(Kind.DATA, mesh, read, **options)[0] == table
+
+
 def test_gradients_of_split_parameters_are_marked():
     mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
 

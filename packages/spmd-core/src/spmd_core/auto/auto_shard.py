@@ -148,7 +148,7 @@ def auto_shard(
     recorded, groups, tried = record(step, search)
     plan = plan_of(recorded, groups, tried, Machine.of(found.devices))
     if topology is None:
-        _apply(plan, recorded, tried[0])
+        _apply(plan, recorded, groups, tried[0])
     return plan
 
 
@@ -247,13 +247,13 @@ def plan_of(
         axes,
         names,
     )
-    rows = {}
+    rows, marked = {}, _with_marked_gradients(groups, best)
     for name, i in names.items():
         shape, num_bytes = step.tensors[i].spec.shape, _bytes(best, i, groups)
         spec = best.shardings.leaves[i].partition_spec
         if i in recorded.rows:  # a stack, whose first dim no device splits
             num_bytes, shape, spec = num_bytes // shape[0], shape[1:], tuple(spec)[1:]
-        rows[name] = Row(name, shape, spec, num_bytes, explainer.reason(i))
+        rows[name] = Row(name, shape, spec, num_bytes, explainer.reason(i), i in marked)
     parameters = [x for name, x in rows.items() if "." in name and " of " not in name]
     inputs = [x for name, x in rows.items() if name.startswith("input ")]
     return ShardingPlan(
@@ -285,15 +285,17 @@ def _activations(recorded: RecordedStep, best: Tried) -> dict[str, Any]:
     return found
 
 
-def _apply(plan: ShardingPlan, recorded: RecordedStep, best: Tried) -> None:
+def _apply(plan: ShardingPlan, recorded: RecordedStep, groups: Groups, best: Tried) -> None:
     """Marks the tensors of the step, and the results of its modules from now on."""
-    tensors = tensor_names.parameters()
-    for storage, sharding in zip(recorded.leaves, best.shardings.leaves):
+    tensors, marked = tensor_names.parameters(), _with_marked_gradients(groups, best)
+    for i, (storage, sharding) in enumerate(zip(recorded.leaves, best.shardings.leaves)):
         if storage is None or not sharding.ndim or storage.sharding is not None:
             continue
         tensor = tensors.get(storage)
-        # A mark on a whole parameter would keep its gradient from being reduced with others.
-        if isinstance(tensor, XLAShardedTensor) and not sharding.is_replicated:
+        # A mark on a whole parameter would keep its gradient from being reduced with others: only
+        # where these would be summed in the narrower dtype of a product.
+        is_needed = not sharding.is_replicated or i in marked
+        if isinstance(tensor, XLAShardedTensor) and is_needed:
             mark_sharding(tensor, sharding.mesh, sharding.partition_spec)
         elif _is_state(recorded, storage) or not sharding.is_replicated:
             with lock:
@@ -301,6 +303,12 @@ def _apply(plan: ShardingPlan, recorded: RecordedStep, best: Tried) -> None:
     for module, path in recorded.paths.items():
         if path in plan.activations:
             mark_result(module, plan.mesh, plan.activations[path])
+
+
+def _with_marked_gradients(groups: Groups, best: Tried) -> set[int]:
+    """The leaves whose gradients are marked: of split parameters, and of some that are whole."""
+    of = {groups.of_tensor[t] for t in best.shardings.gradients}
+    return {i for i in groups.step.updated if groups.of_tensor[i] in of}
 
 
 def _is_state(recorded: RecordedStep, storage: Storage) -> bool:

@@ -1,8 +1,9 @@
 """The modelled cost of a choice in seconds: compute, memory traffic, collectives, resharding."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,19 +13,15 @@ from spmd_core.auto.alive import alive
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.resharding import Held, Partial, Resharding
-from spmd_core.auto.shared import sharing
+from spmd_core.auto.shared import sharing, total
 from spmd_core.auto.step_graph import Operation
-from spmd_core.graph.values import Spec
-from spmd_core.ops.barrier import BARRIER
-from spmd_core.ops.kernels.traits import Elements
+from spmd_core.auto.work import Work
 
 NONE = -1  # the choice not to split
 PARTIAL = -2  # the choice of a sum that its parts lie on the devices of an axis
 # For each tie, and then for each element that is shared, the class that an axis splits, or NONE.
 Choice = list[int]
 
-# The part of the tensors of a fused chain of operations that XLA writes to memory and reads again.
-_MATERIALISED = 0.5
 # Of two choices that cost the same, the one that stores less is better: as if each byte that a
 # device holds were read once in so many steps.
 _STEPS_PER_READ = 100
@@ -93,8 +90,10 @@ class CostModel:
         self.operations = [
             (same[0], sum(operations[i].times for i in same)) for same in kinds.values()
         ]
-        self._traffics: dict[int, float] = {}  # by operation
-        self._reshards: dict[Hashable, float] = {}
+        self._work = Work(groups, mesh_shape, machine)
+        self._works: dict[Hashable, np.ndarray] = {}
+        self._prices: dict[Hashable, np.ndarray] = {}
+        self._wide: dict[int, int] = {}  # by gradient, as a product makes it
         self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], AxisCosts] = {}
         self._rows: dict[tuple[int, tuple[tuple[int, ...], ...]], list[list[np.ndarray]]] = {}
 
@@ -165,7 +164,7 @@ class CostModel:
         for i, times in self.operations:
             operation = groups.step.operations[i]
             tie = ties[groups.of_operation[i]]
-            own[tie] += times * self._work(i, operation, axis, choices, options[tie])
+            own[tie] += times * self._worked(i, operation, axis, choices, options[tie])
             for position, (t, rule_position) in enumerate(
                 [*operation.operands, *operation.results]
             ):
@@ -181,7 +180,7 @@ class CostModel:
                 add(tie, other, found)
         return AxisCosts(options, tuple(own), between)
 
-    def _work(
+    def _worked(
         self,
         number: int,
         operation: Operation,
@@ -190,13 +189,17 @@ class CostModel:
         options: Sequence[int],
     ) -> np.ndarray:
         """The seconds of an operation for each option, with the reductions inside of it."""
-        costs = self.plain_work(number, operation, axis, choices, options)
         tie = self.groups.tie[self.groups.of_operation[number]]
         factors = [self.groups.factor_of(number, choice[tie]) for choice in choices]
-        for i, c in enumerate(options):
-            factors[axis] = self.groups.factor_of(number, c)
-            costs[i] += self._inside(operation, factors)
-        return costs
+        factors[axis] = None
+        key = number, axis, tuple(factors), tuple(options)
+        if key not in self._works:
+            costs = self._work.seconds(number, operation, axis, factors, options)
+            for i, c in enumerate(options):
+                factors[axis] = self.groups.factor_of(number, c)
+                costs[i] += self._inside(operation, factors)
+            self._works[key] = costs
+        return self._works[key]
 
     def _inside(self, operation: Operation, factors: Sequence[int | None]) -> float:
         """The seconds of the collectives inside of an operation whose factors the axes split."""
@@ -232,57 +235,9 @@ class CostModel:
         options: Sequence[int],
     ) -> np.ndarray:
         """The seconds in which a device computes its part of an operation, for each option."""
-        groups, tie = self.groups, self.groups.tie[self.groups.of_operation[number]]
-        parts: dict[int, int] = {}
-        share = 1.0
-        for other, choice in enumerate(choices):
-            factor = None if other == axis else groups.factor_of(number, choice[tie])
-            if factor is not None:
-                share /= self.mesh_shape[other]
-                parts[factor] = parts.get(factor, 1) * self.mesh_shape[other]
-        n, traffic = self.mesh_shape[axis], self._traffic(number, operation)
-        costs = np.zeros(len(options))
-        for i, c in enumerate(options):
-            split, part, factor = dict(parts), share, groups.factor_of(number, c)
-            if factor is not None:
-                split[factor] = split.get(factor, 1) * n
-                part = share / n
-            costs[i] = max(
-                operation.flops * self._padded(operation, split) / self.machine.flops,
-                traffic * part / self.machine.memory_bytes_per_s,
-            )
-        return costs
-
-    def _traffic(self, number: int, operation: Operation) -> float:
-        """The bytes of all devices that an operation reads and writes in memory."""
-        if number not in self._traffics:
-            found = 0.0
-            is_barrier = operation.entry.name == BARRIER  # which moves nothing
-            if operation.entry.traits.elements > Elements.PERMUTED and not is_barrier:
-                sizes = [self.groups.step.tensors[t].num_bytes for t, _ in operation.dims]
-                part = 1.0 if not operation.is_light else _MATERIALISED
-                most = sum(sizes) if operation.entry.traits.by_item else 3 * max(sizes, default=0)
-                found = part * min(sum(sizes), most)
-            self._traffics[number] = found
-        return self._traffics[number]
-
-    def _padded(self, operation: Operation, parts: Mapping[int, int]) -> float:
-        """The part of a product that a device computes, with matrices padded to whole tiles.
-
-        Factors that the same tensors have are one dim of a matrix, such as batch and sequence.
-        Those that all tensors have only number the matrices; one that is broadcast along such a
-        factor, as a mask may be along the batch, counts as having it.
-        """
-        if not operation.flops:
-            return 1.0
-        part = 1.0
-        for factors, is_in_all in operation.matrix_dims:
-            whole = math.prod(operation.rule.sizes[f] for f in factors)
-            local = whole / math.prod(parts.get(f, 1) for f in factors)
-            if not is_in_all and whole > local:
-                local = math.ceil(local / self.machine.tile) * self.machine.tile
-            part *= min(1.0, local / whole)
-        return part
+        tie = self.groups.tie[self.groups.of_operation[number]]
+        others = [self.groups.factor_of(number, choice[tie]) for choice in choices]
+        return self._work.seconds(number, operation, axis, others, options)
 
     def _moves(
         self,
@@ -333,9 +288,25 @@ class CostModel:
         if not dims:
             return np.zeros((len(options[own]), len(options[other])))
         first, second = (own, need), (other, functools.partial(self._have, tensor))
+        size = self._moved_bytes(tensor, is_result=is_result)
         if is_result:
-            return self._priced(tensor, axis, choices, options, first, second)
-        return self._priced(tensor, axis, choices, options, second, first).T
+            return self._priced(tensor, size, axis, choices, options, first, second)
+        return self._priced(tensor, size, axis, choices, options, second, first).T
+
+    def _moved_bytes(self, tensor: int, *, is_result: bool) -> int:
+        """The bytes of a tensor where it is moved: a parameter's gradient in its own dtype.
+
+        Under autocast a product has made it in a narrower one, but it is summed over devices as it
+        is marked, after the cast.
+        """
+        step = self.groups.step
+        spec = step.tensors[tensor].spec
+        if not is_result or self.groups.of_tensor[tensor] not in self._state:
+            return spec.num_bytes
+        if tensor not in self._wide:
+            gradient = step.tensors[total(step, tensor)[0]].spec
+            self._wide[tensor] = spec.num_elements * gradient.dtype.itemsize
+        return self._wide[tensor]
 
     def _shared_moves(
         self, number: int, axis: int, choices: Sequence[Choice], options: Sequence[Sequence[int]]
@@ -348,9 +319,10 @@ class CostModel:
         one = self._shared.elements[number - self._num_ties]
         have = functools.partial(self._have, one.tensor)
         first, second = (number, have), (one.tie, have)
+        size = self._moved_bytes(one.tensor, is_result=one.is_sum)
         if one.is_sum:
-            return self._priced(one.tensor, axis, choices, options, first, second)
-        return self._priced(one.tensor, axis, choices, options, second, first).T
+            return self._priced(one.tensor, size, axis, choices, options, first, second)
+        return self._priced(one.tensor, size, axis, choices, options, second, first).T
 
     def _have(self, tensor: int, axis: int, c: int) -> Held:
         """What an axis does to a tensor by a choice."""
@@ -361,6 +333,7 @@ class CostModel:
     def _priced(
         self,
         tensor: int,
+        num_bytes: int,
         axis: int,
         choices: Sequence[Choice],
         options: Sequence[Sequence[int]],
@@ -371,6 +344,7 @@ class CostModel:
 
         Args:
             tensor: the tensor.
+            num_bytes: of the whole of it, as it is moved.
             axis, choices, options: see `_moves`.
             source, target: an element, and what an axis does to the tensor by its choice.
 
@@ -378,30 +352,24 @@ class CostModel:
             For each option of the source and each of the target.
         """
         (a, before), (b, after) = source, target
-        spec = self.groups.step.tensors[tensor].spec
-        held = [before(i, x[a]) for i, x in enumerate(choices)]
-        needed = [after(i, x[b]) for i, x in enumerate(choices)]
-        sources = [before(axis, c) for c in options[a]]
-        targets = [after(axis, c) for c in options[b]]
-        known: dict[tuple[Held, Held], float] = {}
-        costs = np.zeros((len(sources), len(targets)))
-        for i, first in enumerate(sources):
-            for j, second in enumerate(targets):
-                if (first, second) not in known:
-                    held[axis], needed[axis] = first, second
-                    known[first, second] = self._resharded(spec, tuple(held), tuple(needed))
-                costs[i, j] = known[first, second]
-        if self.groups.of_tensor[tensor] in self._state and spec.num_bytes >= SMALL_BYTES:
-            # XLA combines the collectives of parameters and gradients into few.
-            costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
-        return costs
-
-    def _resharded(self, spec: Spec, held: tuple[Held, ...], needed: tuple[Held, ...]) -> float:
-        """The seconds of a change of layout; many operations ask for equal ones."""
-        key = spec.num_bytes, spec.shape, held, needed
-        if key not in self._reshards:
-            self._reshards[key] = self._resharding.seconds(spec.num_bytes, spec.shape, held, needed)
-        return self._reshards[key]
+        shape = self.groups.step.tensors[tensor].spec.shape
+        held = [None if i == axis else before(i, x[a]) for i, x in enumerate(choices)]
+        needed = [None if i == axis else after(i, x[b]) for i, x in enumerate(choices)]
+        sources = tuple(before(axis, c) for c in options[a])
+        targets = tuple(after(axis, c) for c in options[b])
+        is_combined = self.groups.of_tensor[tensor] in self._state and num_bytes >= SMALL_BYTES
+        key = num_bytes, shape, axis, tuple(held), tuple(needed), sources, targets, is_combined
+        if key not in self._prices:
+            known: dict[tuple[Held, Held], float] = {}
+            for first, second in itertools.product(dict.fromkeys(sources), dict.fromkeys(targets)):
+                held[axis], needed[axis] = first, second
+                known[first, second] = self._resharding.seconds(num_bytes, shape, held, needed)
+            costs = np.array([[known[first, second] for second in targets] for first in sources])
+            if is_combined:
+                # XLA combines the collectives of parameters and gradients into few.
+                costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
+            self._prices[key] = costs
+        return self._prices[key]
 
     @cached_property
     def _state(self) -> frozenset[int]:

@@ -131,7 +131,8 @@ def _in_code(
     step = groups.step
     marks: dict[int, Sharding] = {}
     for gradient, leaf in markable.gradients:
-        if step.tensors[leaf].fixed is None and not leaves[leaf].is_replicated:
+        is_needed = not leaves[leaf].is_replicated or _is_cast(groups, gradient)
+        if step.tensors[leaf].fixed is None and is_needed:
             marks[gradient] = leaves[leaf]
     gradients = set(marks)
     needed = set(_to_mark(groups, solution))
@@ -149,6 +150,17 @@ def _in_code(
                 if tensor is not None and tensor not in gradients:
                     marks[tensor] = of_result
     return marks, gradients
+
+
+def _is_cast(groups: Groups, gradient: int) -> bool:
+    """Whether a gradient has another dtype than the product or sum that computes it.
+
+    Without a mark the partitioner sums it over the devices in the dtype of the product, which is
+    bfloat16 under autocast. With one it is summed in its own.
+    """
+    tensors = groups.step.tensors
+    own = tensors[gradient].spec.dtype
+    return any(tensors[t].spec.dtype != own for t in _held(groups, gradient))
 
 
 def _held(groups: Groups, tensor: int) -> Iterator[int]:
@@ -176,8 +188,10 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
             # Of a weight that is read twice, as an embedding's by the logits, each device adds its
             # parts of both gradients before these are summed over the devices.
+            made = step.tensors[tensor].spec.dtype
             tensor, is_sum = total(step, tensor)
-            if sharding(tensor).is_replicated and not is_sum:
+            is_cast = step.tensors[tensor].spec.dtype != made
+            if sharding(tensor).is_replicated and not is_sum and not is_cast:
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
         marks[tensor] = sharding(tensor)
@@ -187,7 +201,8 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
     """The tensors inside of a step whose shardings the partitioner might choose in another way.
 
-    Those are gradients of parameters that are split; what an operation reads in another layout than
+    Those are gradients of parameters, though of whole ones only those that devices would sum in
+    another dtype or one by one (`_anywhere`); what an operation reads in another layout than
     it has, as the partitioner would spread the reader's layout to what computes it; and the results
     of products, sums and lookups, unless they follow from operands that agree. More marks would
     only stand between operations that passes and the compiler join.

@@ -34,6 +34,9 @@ class Row:
         spec: its partition spec.
         bytes: on one device.
         reason: what the sharding costs and saves, in words.
+        marks_gradient: of a parameter, whether it is marked for its gradient's sake even if it is
+            whole: devices add up their parts of a marked gradient in its own dtype, else in that of
+            the product that computes it, which is bfloat16 under autocast.
     """
 
     name: str
@@ -41,6 +44,12 @@ class Row:
     spec: PartitionSpecLike
     bytes: int
     reason: str
+    marks_gradient: bool = False
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a loop needs a mark of this tensor."""
+        return self.marks_gradient or _is_split(self.spec)
 
 
 @dataclass(frozen=True)
@@ -144,9 +153,10 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def _rules(self) -> dict[str, PartitionSpecLike]:
-        """The specs of the parameters that are split, by expressions for their names."""
-        rules = _rules([(_in_module(row.name), row.spec) for row in self.parameters])
-        return {name: spec for name, spec in rules.items() if _is_split(spec)}
+        """The specs of the parameters to mark, by expressions for their names."""
+        specs = [(row, row.spec if row.is_marked else ()) for row in self.parameters]
+        rules = _rules([(_in_module(row.name), spec) for row, spec in specs])
+        return {name: spec for name, spec in rules.items() if spec}
 
     def explain(self, name: str) -> str:
         """What the alternatives for one tensor would cost, with all others as they are.
@@ -165,8 +175,9 @@ class ShardingPlan:
         return self._explainer.explain(name)
 
     def apply(self, model: nn.Module) -> None:
-        """Marks a model's parameters that are split, and results of its modules, in place.
+        """Marks a model's parameters, and results of its modules, in place.
 
+        Parameters are marked that are split, or whose gradients need it (`Row.marks_gradient`).
         Parameters are marked by `mark_sharding`; the results of modules by hooks that call it.
         Does not wait.
 
@@ -177,16 +188,16 @@ class ShardingPlan:
             AutoShardingError: the plan names a parameter that the model lacks.
         """
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        specs = {_in_module(row.name): row.spec for row in self.parameters}
-        missing = sorted(set(specs) - set(named))
+        rows = {_in_module(row.name): row for row in self.parameters}
+        missing = sorted(set(rows) - set(named))
         if missing:
             raise AutoShardingError(
                 f"a plan fits a model that has all of its parameters; got one without {missing}. "
                 "Apply it to the model for which it was made, or call auto_shard again."
             )
-        for name, spec in specs.items():
-            if _is_split(spec):
-                mark_sharding(named[name], self.mesh, spec)
+        for name, row in rows.items():
+            if row.is_marked:
+                mark_sharding(named[name], self.mesh, row.spec)
         self.mark_results(model)
 
     def mark_results(self, model: nn.Module) -> None:

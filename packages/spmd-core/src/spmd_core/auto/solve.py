@@ -153,7 +153,7 @@ def _axis(
     )
     found = least(
         [x[at] for x, at in zip(costs.own, kept)],
-        {(a, b): x[np.ix_(kept[a], kept[b])] for (a, b), x in costs.between.items()},
+        {(a, b): x[kept[a]][:, kept[b]] for (a, b), x in costs.between.items()},
         limits,
     )
     if found is None:
