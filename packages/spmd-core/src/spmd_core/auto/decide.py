@@ -28,6 +28,7 @@ from spmd_core.planner.topology import Topology
 from spmd_core.program import ir
 from spmd_core.program.lower import lower
 from spmd_core.program.program import Program
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Target
 from spmd_core.runtime import abstract, devices
 from spmd_core.sharding.mesh import Mesh
@@ -110,15 +111,16 @@ def decide(
         worth = _worth_compiling(made) if objective == "time" else made
         chosen = made[:most] if number else _diverse(worth, most)
         left = [x for x in made if x not in chosen]
-        both = _BOTH_FORMS if objective == "measured" else 0
-        chosen = _with_needed_marks(propagation, chosen, topology, both=both)
-        progress.made = made = [*chosen, *left]
+        form = propagation.needed_form
+        if objective == "measured":
+            chosen, form = _in_both_forms(propagation, chosen, topology), lambda one: one
+        progress.made = [*chosen, *left]
 
         def is_wanted(one: Tried) -> bool:
             best = best_of(tried, memory, objective) if objective == "time" else None
             return may_be_better(one, best)
 
-        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted)
+        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted, form)
         compiled_ones = {x.candidate for x in tried}
         left = [*(x for x in chosen if x.candidate not in compiled_ones), *left]
         best = best_of(tried, memory, objective)
@@ -254,6 +256,22 @@ class _Propagation:
             sent=sum(x.bytes for x in moved),
         )
 
+    def needed_form(self, one: Tried) -> Tried:
+        """A candidate, without marks of results where Shardy's collectives are the same without.
+
+        Where less is sent without them, devices may compute the same.
+        """
+        bare = one.shardings.without_results()
+        if one.propagated_s is None or bare == one.shardings:
+            return one
+        try:
+            without = self.of(replace(one, shardings=bare), "auto_bare")
+        except MLIRError:  # then the marks are needed
+            return one
+        work_s = one.candidate.solution.work_s
+        took, whole = (without.propagated_s or 0.0) - work_s, one.propagated_s - work_s
+        return without if abs(took - whole) <= _SAME * whole else one
+
 
 def _by_propagation(
     propagation: _Propagation,
@@ -280,45 +298,17 @@ def _by_propagation(
     return [*found, *(x for x in made if x.candidate not in known)]
 
 
-def _with_needed_marks(
-    propagation: _Propagation,
-    chosen: Sequence[Tried],
-    topology: Topology,
-    *,
-    both: int,
+def _in_both_forms(
+    propagation: _Propagation, chosen: Sequence[Tried], topology: Topology
 ) -> list[Tried]:
-    """These candidates, without marks of results where Shardy's collectives are the same without.
+    """These candidates in the forms that they need, and then some with all marks.
 
-    Where less is sent without them, devices may compute the same.
-
-    Args:
-        propagation: of the step.
-        chosen: the candidates.
-        topology: the devices.
-        both: so many of those that need no marks follow with them, too: the compiler orders and
-            joins operations in another way there, which only measuring tells apart.
+    Those are the first that need no marks of results: the compiler orders and joins operations in
+    another way with them, which only measuring tells apart.
     """
-    found: list[Tried] = []
-    with_marks: list[Tried] = []
     with _planned_on(topology):
-        for one in chosen:
-            bare = one.shardings.without_results()
-            if one.propagated_s is None or bare == one.shardings:
-                found.append(one)
-                continue
-            try:
-                without = propagation.of(replace(one, shardings=bare), "auto_bare")
-            except MLIRError:  # then the marks are needed
-                found.append(one)
-                continue
-            work_s = one.candidate.solution.work_s
-            took, whole = (without.propagated_s or 0.0) - work_s, one.propagated_s - work_s
-            if abs(took - whole) <= _SAME * whole:
-                if len(with_marks) < both:
-                    with_marks.append(one)
-                one = without
-            found.append(one)
-    return [*found, *with_marks]
+        found = [propagation.needed_form(x) for x in chosen]
+    return [*found, *[x for x, form in zip(chosen, found) if x is not form][:_BOTH_FORMS]]
 
 
 def _has_loops(step: StepGraph) -> bool:
@@ -329,17 +319,19 @@ def _has_loops(step: StepGraph) -> bool:
 
 def _compile(
     groups: Groups,
-    chosen: Sequence[Tried],
+    chosen: list[Tried],
     topology: Topology,
     machine: Machine,
     names: Mapping[Storage, str],
     report: Callable[[str], None],
     progress: Progress,
     is_wanted: Callable[[Tried], bool],
+    form: Callable[[Tried], Tried],
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried.
 
-    Before each compilation `is_wanted` says whether it is worth it after those that have ended.
+    Before each compilation `is_wanted` says whether it is worth it after those that have ended,
+    and `form` gives what to compile, which takes the candidate's place in `chosen`.
 
     Layer by layer: as loops, GPT-2 1.5B compiles in a third of the time, but the order of its
     candidates differs, as what XLA moves in a loop is other by 5 to 8% of a step's time.
@@ -349,6 +341,9 @@ def _compile(
     before = list(progress.tried)
 
     def starting(i: int) -> None:
+        one = chosen[i]
+        chosen[i] = form(one)
+        progress.made = [chosen[i] if x is one else x for x in progress.made]
         mesh = chosen[i].shardings.mesh_text
         report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
 
@@ -359,7 +354,10 @@ def _compile(
         assert programs is not None
         programs[chosen[i].shardings] = program
 
-    graphs = [functools.partial(marked, recorded, x.shardings) for x in chosen]
+    def graph(i: int) -> RecordedGraph:
+        return marked(recorded, chosen[i].shardings)
+
+    graphs = [functools.partial(graph, i) for i in range(len(chosen))]
     taken = None if programs is None else keep
     with (
         _planned_on(topology),
