@@ -89,7 +89,7 @@ def test_statistics_of_a_batch_are_one_for_each_channel():
     batch = groups.factor_class[number, operation.rule.operands[0][0][0]]
     arguments = (number, operation, 0, [[NONE] * model.num_elements], (NONE, batch))
     (_, plain) = model.plain_work(*arguments)
-    (_, whole) = model._work(*arguments)
+    (_, whole) = model._worked(*arguments)
     assert whole - plain == pytest.approx(2 * (2 * 4 * 4 * 3 / 4), rel=1e-3)  # bytes over the ring
 
 
