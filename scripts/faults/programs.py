@@ -166,6 +166,12 @@ FAULTS = (
         "                if result.spec.num_elements < 0:",
     ),
     Fault(
+        "spmd_core/program/passes/stored_results.py",
+        "results that other operations read are computed again in each of them",
+        "if _is_computed(value) and users.get(value)}",
+        "if _is_computed(value) and not users.get(value)}",
+    ),
+    Fault(
         "spmd_core/program/passes/class_orders.py",
         "a loss of values of any order computes in that of transposed logits",
         "    return spec.strides[_DIM] == source.strides[-1] and others == source.strides[:-1]",

@@ -25,6 +25,7 @@ from spmd_core.program.passes.refined_marks import refined_marks
 from spmd_core.program.passes.replicated_values import replicated_values
 from spmd_core.program.passes.row_writes import row_writes
 from spmd_core.program.passes.stacked_operations import stacked_operations
+from spmd_core.program.passes.stored_results import stored_results
 from spmd_core.program.target import Target
 
 # A pass returns the graph that it got if there is nothing to change.
@@ -56,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     # Materialisation: what is stored.
     class_orders,
     costly_values,
+    stored_results,
     exact_values,
     replicated_values,
 )
