@@ -1,5 +1,6 @@
 """planner/buffer_text.py: what XLA writes of a program's memory, for TPU and CPU."""
 
+import numpy as np
 import pytest
 
 import spmd_core as spmd
@@ -75,6 +76,31 @@ def test_the_peak_is_where_most_is_alive_and_an_update_in_place_counts_once(buff
     alive = buffers.live_at_peak()
     assert [value.size for value in alive] == [4000, 4000]
     assert {value.offset for value in alive} == {0, 4000}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_alive_at_the_peak_takes_the_most_bytes(seed):
+    """By numpy, from the bytes of all places at each instruction."""
+    draws = np.random.default_rng(seed)
+    places = [(64 * i, int(size)) for i, size in enumerate(draws.integers(1, 64, size=6))]
+    values, ranges = [], {}
+    for i, place in enumerate(draws.integers(6, size=20)):
+        offset, size = places[place]
+        values.append(buffer_text.HloValue(f"v{i}", size, offset, "u8[]"))
+        start = int(draws.integers(40))
+        ranges[f"v{i}"] = (start, start + int(draws.integers(12)))
+    held = np.zeros((6, 52), dtype=bool)
+    for value in values:
+        start, end = ranges[value.name]
+        held[value.offset // 64, start : end + 1] = True
+    sizes = held.T @ [size for _, size in places]
+    temporary = buffer_text.Allocation(384, None, False, False, tuple(values))
+    alive = buffer_text.Buffers((temporary,), ranges).live_at_peak()
+    assert sum(value.size for value in alive) == sizes.max()
+    peaks = np.flatnonzero(sizes == sizes.max())
+    places_at_peak = [tuple(np.flatnonzero(held[:, t])) for t in peaks]
+    assert tuple(sorted(value.offset // 64 for value in alive)) in places_at_peak
+    assert [value.size for value in alive] == sorted((v.size for v in alive), reverse=True)
 
 
 def test_a_compiler_that_writes_nothing(tmp_path):

@@ -127,21 +127,28 @@ class Buffers:
                     events += [(start, 1, value), (end + 1, 0, value)]
         events.sort(key=lambda event: event[:2])
         alive: dict[tuple[int, int], dict[str, HloValue]] = {}
-        total = best = 0
-        found: list[HloValue] = []
-        for i, (time, starts, value) in enumerate(events):
-            place = (value.offset, value.size)
-            there = alive.setdefault(place, {})
+        total = best = at_best = 0
+
+        def follow(starts: int, value: HloValue) -> int:
+            """How many bytes more are live after an event."""
+            there = alive.setdefault((value.offset, value.size), {})
+            before = bool(there)
             if starts:
-                total += 0 if there else value.size
                 there[value.name] = value
             else:
                 there.pop(value.name, None)
-                total -= 0 if there else value.size
-            is_last = i + 1 == len(events) or events[i + 1][0] != time
+            return (bool(there) - before) * value.size
+
+        for i, (time, starts, value) in enumerate(events, 1):
+            total += follow(starts, value)
+            is_last = i == len(events) or events[i][0] != time
             if is_last and total > best:
-                best = total
-                found = [next(iter(values.values())) for values in alive.values() if values]
+                best, at_best = total, i
+        # Once more, as to list what is live at each new peak takes too long in a long program.
+        alive.clear()
+        for _, starts, value in events[:at_best]:
+            follow(starts, value)
+        found = [next(iter(values.values())) for values in alive.values() if values]
         return tuple(sorted(found, key=lambda value: -value.size))
 
 
