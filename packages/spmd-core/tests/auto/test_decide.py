@@ -54,6 +54,15 @@ def test_the_best_of_several_meshes_are_propagated():
     assert decide._diverse([best, turned, other, plain], 3, meshes=2) == [best, other, plain]
 
 
+def test_of_a_long_program_the_best_is_propagated_with_what_experts_use():
+    counts = [decide._most_propagated(n) for n in (100, 1_500, 5_000, 10_000, 10_001)]
+    assert counts == [10, 6, 3, 3, 0]
+    best, other = propagated(0, (8, 2), Kind.FREE, 1.0), propagated(1, (4, 4), Kind.FREE, 1.1)
+    fsdp, data = propagated(2, (16,), Kind.FSDP, 1.5), propagated(3, (16,), Kind.DATA, 1.6)
+    made = [best, other, fsdp, data]
+    assert decide._diverse(made, 3, meshes=1) == [best, fsdp, data]
+
+
 def test_of_twins_one_is_compiled():
     one, twin = propagated(0, (8,), Kind.DATA, 1.0), propagated(1, (8,), Kind.REPLICATED, 1.0001)
     other = propagated(2, (8,), Kind.REPLICATED, 1.1)

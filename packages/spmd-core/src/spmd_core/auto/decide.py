@@ -39,6 +39,8 @@ _MARGIN = 0.9
 # operations and inputs in all, as lowering and propagation take about a millisecond for each. Of a
 # program with loops, whose operations are fewer than those that were recorded: so many.
 _MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 7
+# But of a program that is not longer than that so many: the best one, FSDP, and data parallelism.
+_LEAST_PROPAGATED = 3
 # Of these the first are the best ones of so many meshes: the model hardly tells these apart.
 _MESHES = 3
 # In a longer program for TPUs, whose layers compute again in the backward, equal layers are
@@ -284,9 +286,8 @@ def _by_propagation(
     with _planned_on(topology):
         most = _MOST_WITH_LOOPS
         if propagation.loops is None:
-            num_operations = propagation.num_operations
-            most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
-        chosen = _diverse(made, most, meshes=_MESHES)
+            most = _most_propagated(propagation.num_operations)
+        chosen = _diverse(made, most, meshes=max(1, min(_MESHES, most - 2)))
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
             try:
@@ -296,6 +297,18 @@ def _by_propagation(
     found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
     known = {x.candidate for x in found}
     return [*found, *(x for x in made if x.candidate not in known)]
+
+
+def _most_propagated(num_operations: int) -> int:
+    """How many candidates of a program with so many operations and inputs are propagated.
+
+    Candidates that are not propagated have the model's figures alone, which are lower than those
+    of compiled programs, so that one that is propagated alone would not be compared with anything.
+    """
+    if num_operations > _MOST_OPERATIONS:
+        return 0
+    most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
+    return max(_LEAST_PROPAGATED, most)
 
 
 def _in_both_forms(
