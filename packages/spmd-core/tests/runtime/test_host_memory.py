@@ -13,9 +13,18 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 _PROGRAM = """
 import ctypes, resource, threading
 from spmd_core.runtime import host_memory
-print(host_memory.keep_mapped())
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+has_arena, is_turn = threading.Event(), threading.Event()
+def early():  # has an arena before the process is limited to one
+    library.free(library.malloc(1 << 16))
+    has_arena.set()
+    is_turn.wait()
+    run()
+other = threading.Thread(target=early)
+other.start()
+has_arena.wait()
+print(host_memory.keep_mapped())
 def touch():
     address = library.malloc(64 << 20)
     ctypes.memset(address, 1, 64 << 20)
@@ -43,6 +52,8 @@ def run():
 thread = threading.Thread(target=run)
 thread.start()
 thread.join()
+is_turn.set()
+other.join()
 """
 
 
@@ -62,15 +73,21 @@ MANY = 9 * 30  # a page has 4 KiB, or 2 MiB: at least 32 pages are touched each 
 
 
 def test_freed_memory_serves_the_next_allocation_but_where_it_is_returned() -> None:
-    raised, (kept, returned, again, in_thread) = _run()
+    raised, (kept, returned, again, in_thread, in_own_arena) = _run()
     assert raised == "True"
     assert kept < MANY < returned
     assert again < MANY
     assert in_thread < MANY
+    assert in_own_arena < MANY
 
 
 @pytest.mark.parametrize(
-    "variable", [("MALLOC_MMAP_THRESHOLD_", str(1 << 20)), ("MALLOC_ARENA_MAX", "8")]
+    "variable",
+    [
+        ("MALLOC_MMAP_THRESHOLD_", str(1 << 20)),
+        ("MALLOC_ARENA_MAX", "8"),
+        ("MALLOC_TOP_PAD_", "1024"),
+    ],
 )
 def test_variables_of_the_user_win(variable: tuple[str, str]) -> None:
     raised, faults = _run(**dict([variable]))

@@ -3,22 +3,26 @@
 XLA allocates the temporaries of a program anew in each run. glibc maps each allocation of more than
 32 MiB by itself and returns it to the kernel when it is freed, so each page is cleared and mapped
 again when the next run touches it. With larger thresholds, what one run frees serves the next one.
-The threads of the devices share one arena for it: an arena of another thread consists of heaps of
-64 MiB, each of which is unmapped when all of it is free. `benchmarks/page_faults.py` measures both.
+The threads of the devices share one arena for it, unless other threads had arenas before: those
+consist of heaps of 64 MiB, which new threads then use, too. A heap is unmapped when all of it is
+free and the one before it has less room than the padding, so this is larger than a heap.
+`benchmarks/page_faults.py` measures all of it.
 """
 
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# Of glibc's `mallopt`. A process keeps at most so much free memory at the end of each arena.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES, _DEFAULT_BYTES = 1 << 30, 1 << 17
+# Of glibc's `mallopt`. A process keeps at most so much free memory at the end of each arena; the
+# padding, by which an arena grows more than is asked for, is not touched, so it takes no memory.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_KEPT = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: 1 << 30, _M_TOP_PAD: 1 << 27}
+_DEFAULT = dict.fromkeys(_KEPT, 1 << 17)
 _VARIABLES = (
     *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"),
-    "MALLOC_ARENA_MAX",
+    *("MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX"),
 )
 
 
@@ -29,15 +33,15 @@ _is_raised = False
 def keep_mapped() -> bool:
     """Raises glibc's thresholds for this process, and limits it to one arena.
 
-    Nothing is changed if the environment sets one of them. Threads that have an arena keep it, so
-    call this before the devices start.
+    Nothing is changed if the environment sets one of them. Threads that have an arena keep it, and
+    those that start later share all arenas there are.
 
     Returns:
         Whether it was done; False with another C library.
     """
     global _is_raised
     if platform.libc_ver()[0] == "glibc" and not any(name in os.environ for name in _VARIABLES):
-        _is_raised = bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)) and _set(_KEPT_BYTES)
+        _is_raised = bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)) and _set(_KEPT)
     return _is_raised
 
 
@@ -48,14 +52,14 @@ def returned_when_freed() -> Iterator[None]:
     For what replaces most of a process's memory, whose blocks would leave gaps between each other.
     """
     if _is_raised:
-        _set(_DEFAULT_BYTES)
+        _set(_DEFAULT)
     try:
         yield
     finally:
         if _is_raised:
-            _set(_KEPT_BYTES)
+            _set(_KEPT)
 
 
-def _set(num_bytes: int) -> bool:
+def _set(options: Mapping[int, int]) -> bool:
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(option, num_bytes) for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    return all(mallopt(option, num_bytes) for option, num_bytes in options.items())
