@@ -44,7 +44,7 @@ def test_what_is_no_computed_result() -> None:
 
 @pytest.mark.parametrize("size", [16, 13])
 def test_an_optimizer_over_two_axes(num_devices: int, size: int) -> None:
-    """The values of eager torch, the moments in place of the old ones, and no other computation."""
+    """The values of eager torch; each new moment is computed once."""
 
     def trained(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ from spmd_core.auto.groups import Groups
 
 
 def alive(groups: Groups) -> list[list[int]]:
-    """The stored tensors at the end of the forward, and at the peak of bytes."""
+    """The stored tensors at the peak of bytes, and at the end of the step."""
     step = groups.step
     stored = list(range(len(step.tensors)))  # views are stored as what they view
     for operation in step.operations:

@@ -1,4 +1,4 @@
-"""Has a CPU read results of the program from memory where its other operations read them, too.
+"""Has CPU programs read their own results from memory, where other operations read them, too.
 
 XLA's CPU backend would compute such a value again inside of each loop that reads it: the new value
 of a parameter would compute both of its new moments again, from the gradient and the old ones. A
