@@ -12,7 +12,7 @@ from spmd_core.auto.marked_graph import marked, positions
 from spmd_core.debugging import communication
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.program.compilation import build
-from spmd_core.program.mark_names import MARK_SHARDING
+from spmd_core.program.mark_names import MARK, MARK_SHARDING
 
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
@@ -54,6 +54,24 @@ def test_whole_parameters_gradients_are_marked_where_products_make_them_in_anoth
     assert chosen(Kind.DATA, mesh, read, is_bf16=True, **options) == ({*names}, {torch.float32})
     table = set() if in_code else {"table.weight"}  # which is read twice
     assert chosen(Kind.DATA, mesh, read, **options)[0] == table
+
+
+def test_gradients_are_summed_over_the_axes_that_split_the_rows_of_their_products():
+    """Also where no input says so, as its rows are split after a lookup."""
+    mesh = spmd.Mesh(range(8), (4, 2), ("fsdp", "tensor"))
+
+    def read(recorded, groups, found):
+        over = dict(found.summed_over)
+        assert {*over} <= found.gradients
+        graph = marked(recorded.graph, found)
+        named = {node.entry.summed_over for node in graph.nodes if node.entry.name == MARK}
+        assert named >= {*over.values()}
+        return {*over.values()}
+
+    assert chosen(Kind.TENSOR, mesh, read) == {(0,)}  # features are split over the other axis
+    mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+    assert chosen(Kind.FSDP, mesh, read) == {(0,)}
+    assert not chosen(Kind.FSDP, mesh, lambda *found: found[2].summed_over, in_code=True)
 
 
 def test_gradients_of_split_parameters_are_marked():

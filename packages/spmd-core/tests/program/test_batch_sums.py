@@ -102,16 +102,56 @@ def test_a_split_batch_is_summed_by_reduce_scatters(name, num_devices):
         assert max(reduced(text, "all-reduce"), default=0) < largest
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_axes_split_the_batch(name, dim, num_devices):
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    crossed(
+        [*MODELS],
+        [
+            ("fsdp",),
+            (None, "fsdp"),
+            (("data", "fsdp"),),
+            (None, ("data", "fsdp")),
+            (("fsdp", "data"),),
+            ("data", "fsdp"),
+            ("fsdp", "data"),
+        ],
+        rounds=3,
+    ),
+)
+def test_two_axes_split_the_batch(name, spec, num_devices):
     if num_devices < 4:
         pytest.skip("needs two axes")
     mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("data", "fsdp"))
     model, x = build(name)
-    spec = ("fsdp",) if dim == 0 else (None, "fsdp")
     text = compare(model, x, mesh, (("data", "fsdp"),), lambda p: spec if p.dim() > 1 else ())
     assert reduced(text, "reduce-scatter")
+    largest = max(p.numel() for p in model.parameters())
+    if len(spec[-1]) == 2:
+        assert max(reduced(text, "all-reduce"), default=0) < largest
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_both_axes_of_the_batch_split_the_parameter(is_bf16, num_devices):
+    """The sum is scattered over both, under autocast in float32."""
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("outer", "inner"))
+    both = ("outer", "inner")
+    model, x = nn.Linear(8, 16, bias=False), torch.randn(16, 3, 8)
+    ours = copy.deepcopy(model).to("xla")
+    spmd.mark_sharding(ours.weight, mesh, (both, None))
+    found = {}
+    for own, data in ((model, x), (ours, spmd.mark_sharding(x.to("xla"), mesh, (both,)))):
+        with torch.autocast(data.device.type, torch.bfloat16, enabled=is_bf16):
+            out = own(data)
+        out.float().sin().sum().backward()
+        found[data.device.type] = own.weight.grad
+    text = spmd.debugging.stablehlo(found["xla"])
+    of_each = f"{16 // num_devices}x8xf32"
+    assert re.findall(r"reduce_scatter.*?-> tensor<(\w+)>", text, re.DOTALL) == [of_each]
+    close = {"rtol": 2e-2, "atol": 0.1} if is_bf16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found["xla"].cpu(), found["cpu"], **close)
+    assert found["xla"].sharding == ours.weight.sharding
 
 
 @pytest.mark.parametrize(

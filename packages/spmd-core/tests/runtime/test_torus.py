@@ -69,35 +69,44 @@ def test_an_axis_of_several(monkeypatch):
     torus.stages.cache_clear()
     mesh = spmd.Mesh(range(16), (8, 2), ("fsdp", "tensor"))
     # Along fsdp, the coordinates y and z change; along tensor, x.
-    assert torus.stages(mesh, 0) == torus.stages(mesh, 1) == (None,)
+    assert torus.stages(mesh, (0,)) == torus.stages(mesh, (1,)) == (None,)
     mesh = spmd.Mesh(range(16), (2, 8), ("fsdp", "tensor"))
-    assert torus.stages(mesh, 0) == (None,)
-    assert torus.stages(mesh, 1)[1] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert torus.stages(mesh, (0,)) == (None,)
+    assert torus.stages(mesh, (1,))[1] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert torus.stages(mesh, (0, 1))[1] == tuple((i, i + 1) for i in range(0, 16, 2))
     monkeypatch.undo()
     torus.stages.cache_clear()
-    assert torus.stages(spmd.Mesh(range(1), (1,), ("x",)), 0) == (None,)  # a CPU has no place
+    assert torus.stages(spmd.Mesh(range(1), (1,), ("x",)), (0,)) == (None,)  # a CPU has no place
 
 
+@pytest.mark.parametrize("batch", [("fsdp",), ("fsdp", "tensor")])
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 8), (13, 8)])
-def test_gradients_that_are_scattered_in_stages(shape, rows, columns, num_devices, monkeypatch):
+def test_gradients_that_are_scattered_in_stages(
+    shape, batch, rows, columns, num_devices, monkeypatch
+):
     if num_devices != 8:
         pytest.skip("two stages need four devices along an axis")
     axes = ("fsdp", "tensor")[: len(shape)]
     mesh = spmd.Mesh(range(8), shape, axes)
-    half = shape[0] // 2
-    first = tuple(tuple(range(start, shape[0], 2)) for start in range(2))
+    if len(axes) < len(batch):
+        pytest.skip("a mesh of one axis")
+    weight = axes if len(batch) == 1 else (batch,)
+    size = shape[0] if len(batch) == 1 else 8
+    half = size // 2
+    first = tuple(tuple(range(start, size, 2)) for start in range(2))
     second = tuple((2 * i, 2 * i + 1) for i in range(half))
     in_stages = (first, second) if half > 1 else (None,)
-    monkeypatch.setattr(torus, "stages", lambda mesh, axis: in_stages if axis == 0 else (None,))
+    split = tuple(range(len(batch)))
+    monkeypatch.setattr(torus, "stages", lambda _, axes: in_stages if axes == split else (None,))
     torch.manual_seed(0)
     model, x = nn.Linear(columns, rows), torch.randn(16, 3, columns)
     ours = nn.Linear(columns, rows)
     ours.load_state_dict(model.state_dict())
     ours.to("xla")
-    spmd.mark_sharding(ours.weight, mesh, axes)
-    spmd.mark_sharding(ours.bias, mesh, ("fsdp",))
-    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).sin().sum().backward()
+    spmd.mark_sharding(ours.weight, mesh, weight)
+    spmd.mark_sharding(ours.bias, mesh, (batch,))
+    ours(spmd.mark_sharding(x.to("xla"), mesh, (batch,))).sin().sum().backward()
     spmd.sync()
     text = compile_cache.newest().lowered.stage.as_text()
     assert text.count("stablehlo.reduce_scatter") == 2 * len(in_stages)

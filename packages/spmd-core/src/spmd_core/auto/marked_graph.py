@@ -30,6 +30,8 @@ class Shardings:
         leaves: for each graph input its sharding.
         marks: the tensors inside of the step that are marked, by their positions, with shardings.
         gradients: those of `marks` that are gradients of parameters.
+        summed_over: for some of these the axes over which devices have parts of their sums, those
+            that split the batch; for others they follow from how the inputs are split.
         in_loops: marks inside of loops' bodies: where each is, its sharding, and whether it is of a
             gradient of a parameter.
         reads: the operands that are marked where they are read, by the positions of the recorded
@@ -42,6 +44,7 @@ class Shardings:
     gradients: frozenset[int]
     in_loops: tuple[tuple[Place, Sharding, bool], ...] = ()
     reads: tuple[tuple[int, int, Sharding], ...] = ()
+    summed_over: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def placements(self) -> list[Placement]:
         """Where each graph input lies."""
@@ -97,8 +100,9 @@ def shardings(
 
     leaves = [sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None]
     reads: tuple[tuple[int, int, Sharding], ...] = ()
+    over: dict[int, tuple[int, ...]] = {}
     if markable is None:
-        marks, gradients = _anywhere(groups, solution, sharding)
+        marks, gradients, over = _anywhere(groups, solution, sharding)
         reads = tuple(_gathered(groups, solution, mesh))
     else:
         for alike in markable.alike:
@@ -114,6 +118,7 @@ def shardings(
         frozenset(gradients.difference(places)),
         tuple(sorted((places[t], x, t in gradients) for t, x in marks.items() if t in places)),
         reads,
+        tuple(sorted((t, axes) for t, axes in over.items() if axes and t not in places)),
     )
 
 
@@ -177,10 +182,16 @@ def _held(groups: Groups, tensor: int) -> Iterator[int]:
         found = next((t for t in operands if step.tensors[t].spec.num_elements == size), None)
 
 
-def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Sharding]) -> _Marks:
-    """Marks wherever the partitioner has a choice, and those of gradients of parameters."""
+def _anywhere(
+    groups: Groups, solution: Solution, sharding: Callable[[int], Sharding]
+) -> tuple[dict[int, Sharding], set[int], dict[int, tuple[int, ...]]]:
+    """Marks wherever the partitioner has a choice; the gradients of parameters, and their axes.
+
+    Those are the axes over which devices have parts of a sum, where they are known.
+    """
     step = groups.step
     marks, gradients = {}, set()
+    over: dict[int, tuple[int, ...]] = {}
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for tensor in _to_mark(groups, solution):
         if step.tensors[tensor].spec.num_elements == 1 or step.tensors[tensor].manual is not None:
@@ -188,14 +199,37 @@ def _anywhere(groups: Groups, solution: Solution, sharding: Callable[[int], Shar
         if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
             # Of a weight that is read twice, as an embedding's by the logits, each device adds its
             # parts of both gradients before these are summed over the devices.
-            made = step.tensors[tensor].spec.dtype
+            made, axes = step.tensors[tensor].spec.dtype, _summed_over(groups, solution, tensor)
             tensor, is_sum = total(step, tensor)
             is_cast = step.tensors[tensor].spec.dtype != made
             if sharding(tensor).is_replicated and not is_sum and not is_cast:
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
+            over[tensor] = axes if over.get(tensor, axes) == axes else ()
         marks[tensor] = sharding(tensor)
-    return marks, gradients
+    return marks, gradients, over
+
+
+def _summed_over(groups: Groups, solution: Solution, tensor: int) -> tuple[int, ...]:
+    """The axes over which devices have parts of the sums that a product or the like makes.
+
+    In the order in which they split its first operand; none if they split several of its factors,
+    such as batch and sequence.
+    """
+    step = groups.step
+    number = step.makers[tensor]
+    assert number is not None
+    operation, own = step.operations[number], groups.tie[groups.of_operation[number]]
+    position = next(position for t, position in operation.results if t == tensor)
+    found: dict[int, int] = {}
+    for axis, choice in enumerate(solution.choices):
+        factor = groups.factor_of(number, choice[own])
+        if factor is not None and operation.partial(position, factor):
+            found[axis] = factor
+    if len(set(found.values())) != 1:
+        return ()
+    order = solution.order[groups.tie[groups.of_tensor[operation.operands[0][0]]]]
+    return tuple(axis for axis in order if axis in found)
 
 
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
@@ -294,7 +328,7 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     A result that replaces an input is placed like it. Other results stay where the partitioner
     puts them; one without dims is replicated.
     """
-    ids, marks = found.mesh.ids, dict(found.marks)
+    ids, marks, over = found.mesh.ids, dict(found.marks), dict(found.summed_over)
     placements = found.placements()
     leaves = tuple(
         replace(leaf, placement=placement) for leaf, placement in zip(recorded.leaves, placements)
@@ -310,9 +344,7 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
         for position, sharding in reads.get(place, ()):
             n = node.inputs[position]
             spec = specs[n] if n >= 0 else leaves[-n - 1].spec
-            nodes.append(
-                Node(mark(spec, sharding, is_gradient=False), (inputs[position],), node.origin)
-            )
+            nodes.append(Node(mark(spec, sharding), (inputs[position],), node.origin))
             inputs[position], count = count, count + 1
         entry = with_marks(node.entry, in_loops.get(place, ()))
         nodes.append(Node(entry, tuple(inputs), node.origin))
@@ -322,7 +354,8 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
         for i, spec in enumerate(node.entry.outs):
             tensor = num_leaves + before + i
             if tensor in marks:
-                entry = mark(spec, marks[tensor], is_gradient=tensor in found.gradients)
+                axes = over.get(tensor, ()) if tensor in found.gradients else None
+                entry = mark(spec, marks[tensor], summed_over=axes)
                 nodes.append(Node(entry, (number[before + i],), node.origin))
                 number[before + i] = count
                 count += 1

@@ -14,11 +14,17 @@ from spmd_core.source_lines import Origin
 InLoop = tuple[Place, Sharding, bool]
 
 
-def mark(spec: Spec, sharding: Sharding, *, is_gradient: bool) -> Entry:
-    """The operation that marks a value; a gradient is summed over the devices by then."""
-    if is_gradient:
-        return mark_entry(spec, sharding, MARK, summed_over=())
-    return mark_entry(spec, sharding, MARK_SHARDING)
+def mark(spec: Spec, sharding: Sharding, *, summed_over: tuple[int, ...] | None = None) -> Entry:
+    """The operation that marks a value.
+
+    Args:
+        spec, sharding: of the value.
+        summed_over: of a gradient, which is summed over the devices by then, the axes over which it
+            is; () if they follow from how the inputs are split. None if it is no gradient.
+    """
+    if summed_over is None:
+        return mark_entry(spec, sharding, MARK_SHARDING)
+    return mark_entry(spec, sharding, MARK, summed_over=summed_over)
 
 
 def by_loop(marks: Sequence[InLoop]) -> Mapping[int, list[InLoop]]:
@@ -54,7 +60,7 @@ def with_marks(entry: Entry, marks: Sequence[InLoop]) -> Entry:
         number[value] = new
         if value in of_values:
             _, sharding, is_gradient = of_values[value]
-            nodes.append((mark(spec, sharding, is_gradient=is_gradient), (new,)))
+            nodes.append((mark(spec, sharding, summed_over=() if is_gradient else None), (new,)))
             origins.append(None)
             number[value] = count
             count += 1

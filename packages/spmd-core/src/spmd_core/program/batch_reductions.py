@@ -54,7 +54,7 @@ def batch_sum(
         rule.sources(result, dim) if traits.parts >= Parts.DIMS else () for dim in range(len(shape))
     )
     for dim, axes in reduction.others:
-        scattered = () if dim != reduction.dim or reduction.axis is None else (reduction.axis,)
+        scattered = reduction.scattered if dim == reduction.dim else ()
         if scattered and shape[dim] % reduction.size((*axes, *scattered)):
             return None  # the padding of uneven shards would lie inside the dim
         if dim == 0 and traits.rows is Rows.WRITTEN:

@@ -181,7 +181,7 @@ def _lowered(
             total = total.astype(dtypes.to_jax(part.spec.dtype))
             if not reduces:
                 return total[None]
-            is_scattered = rows.gathered is not None
+            is_scattered = bool(rows.gathered)
             return reduced_block(
                 total, reduction, part.spec, is_scattered=is_scattered, columns=columns
             )
@@ -293,20 +293,20 @@ class _RowsOfTable:
     """The gradient of a table that is split by rows, computed for each device's own rows.
 
     A partial sum for the complete table takes as much memory as the table. If the devices along the
-    axis of the reduction look up fewer rows than the table has, the gradients of these rows are
+    axes of the reduction look up fewer rows than the table has, the gradients of these rows are
     gathered instead, and each device adds up those of its own rows.
 
     Attributes:
         num_rows: the number of rows of the table.
         padding_row: the row without a gradient; negative for none.
         axes: the axes that split the rows before the reduction scatters.
-        gathered: the axis along which the looked-up rows are gathered; None for a reduction.
+        gathered: the axes along which the looked-up rows are gathered; none for a reduction.
     """
 
     num_rows: int
     padding_row: int
     axes: tuple[int, ...]
-    gathered: int | None
+    gathered: tuple[int, ...]
 
     @classmethod
     def of(
@@ -317,12 +317,11 @@ class _RowsOfTable:
             return None
         num_rows = entry.spec.shape[0]
         axes = dict(reduction.others).get(0, ())
-        gathered = reduction.axis if reduces and reduction.dim == 0 else None
-        if gathered is not None:
-            others = [axis for axis in reduction.batch_axes if axis != gathered]
-            if num_indices // reduction.size(others) >= num_rows:
-                gathered = None
-        if not axes and gathered is None:
+        gathered = reduction.scattered if reduces and reduction.dim == 0 else ()
+        others = [axis for axis in reduction.batch_axes if axis not in gathered]
+        if num_indices // reduction.size(others) >= num_rows:
+            gathered = ()
+        if not axes and not gathered:
             return None
         return cls(num_rows, (entry.arguments or {})["padding_idx"], axes, gathered)
 
@@ -334,9 +333,10 @@ class _RowsOfTable:
         TPUs gather in chunks of columns, each of which waits for the last but one.
         """
         names, axes, num_chunks, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
-        if self.gathered is not None:
-            axes = (*axes, self.gathered)
-            gather = functools.partial(lax.all_gather, axis_name=names[self.gathered], tiled=True)
+        if self.gathered:
+            axes = (*axes, *self.gathered)
+            along = tuple(names[axis] for axis in self.gathered)
+            gather = functools.partial(lax.all_gather, axis_name=along, tiled=True)
             indices = gather(indices)
             num_bytes = indices.size * grad.shape[-1] * grad.dtype.itemsize
             num_chunks = chunks.count(grad.shape[-1], num_bytes) if platform == "tpu" else 1

@@ -43,17 +43,18 @@ class Reduction:
         mesh: the mesh.
         batch_axes: the axes that split the batch, the major one first, followed by
             `sequence_axes`.
-        axis: the axis over which the gradient is reduce-scattered; None for an all-reduce.
-        dim: the dim of the gradient that `axis` splits.
+        scattered: the axes over which the gradient is reduce-scattered, the major one first; none
+            for an all-reduce.
+        dim: the dim of the gradient that `scattered` splits.
         others: the dims that other axes split, each with these axes, none of which splits the
-            batch. If other axes split `dim`, too, `axis` is the minor one.
+            batch. If other axes split `dim`, too, those of `scattered` are the minor ones.
         of_activation: whether the value is an activation or its gradient, a sum over features.
         sequence_axes: those of the batch's axes that split the sequence, the second dim.
     """
 
     mesh: Mesh
     batch_axes: tuple[int, ...]
-    axis: int | None = None
+    scattered: tuple[int, ...] = ()
     dim: int | None = None
     others: tuple[tuple[int, tuple[int, ...]], ...] = ()
     of_activation: bool = False
@@ -106,30 +107,32 @@ def reduced_block(
 ) -> jax.Array:
     """Inside the region: the sum of all devices' partial sums, or this device's shard of it.
 
-    With `is_scattered`, `total` is already reduce-scattered along `reduction.axis`. `columns` says
-    how the last dim of a matrix is scattered.
+    With `is_scattered`, `total` is already reduce-scattered. `columns` says how the last dim of a
+    matrix is scattered.
     """
     names = jax_axis_names(reduction.mesh)
-    if reduction.axis is not None and reduction.dim is not None and not is_scattered:
+    if reduction.dim is not None and not is_scattered:
         # Only a dim that no other axis splits may be split unevenly.
         padding = [(0, 0)] * total.ndim
-        padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
+        num_shards = reduction.size(reduction.scattered)
+        padding[reduction.dim] = (0, -spec.shape[reduction.dim] % num_shards)
         total = jnp.pad(total, padding)
         if total.ndim != 2 or reduction.dim == 0:
             columns = Columns.AS_THEY_ARE
-        total = _scattered(total, reduction.mesh, reduction.axis, reduction.dim, columns)
-    rest = [axis for axis in reduction.batch_axes if axis != reduction.axis]
+        total = _scattered(total, reduction, reduction.dim, columns)
+    rest = [axis for axis in reduction.batch_axes if axis not in reduction.scattered]
     over = tuple(names[axis] for axis in rest if reduction.size((axis,)) > 1)
     return lax.psum(total, over) if over else total
 
 
-def _scattered(total: jax.Array, mesh: Mesh, axis: int, dim: int, columns: Columns) -> jax.Array:
+def _scattered(total: jax.Array, reduction: Reduction, dim: int, columns: Columns) -> jax.Array:
+    mesh, axes = reduction.mesh, reduction.scattered
     if columns is Columns.TRANSPOSED:
-        return torus.scatter(total.T, mesh, axis, 0).T
+        return torus.scatter(total.T, mesh, axes, 0).T
     if columns is Columns.IN_BLOCKS:
-        blocks = total.reshape(len(total), mesh.mesh_shape[axis], -1).swapaxes(0, 1)
-        return lax.squeeze(torus.scatter(blocks, mesh, axis, 0), (0,))
-    return torus.scatter(total, mesh, axis, dim)
+        blocks = total.reshape(len(total), reduction.size(axes), -1).swapaxes(0, 1)
+        return lax.squeeze(torus.scatter(blocks, mesh, axes, 0), (0,))
+    return torus.scatter(total, mesh, axes, dim)
 
 
 def without_padding(total: jax.Array, spec: Spec) -> jax.Array:
@@ -140,8 +143,8 @@ def without_padding(total: jax.Array, spec: Spec) -> jax.Array:
 def reduced_spec(reduction: Reduction) -> PartitionSpec:
     """The partition spec of the reduced sum."""
     split = dict(reduction.others)
-    if reduction.axis is not None and reduction.dim is not None:
-        split[reduction.dim] = (*split.get(reduction.dim, ()), reduction.axis)
+    if reduction.dim is not None:
+        split[reduction.dim] = (*split.get(reduction.dim, ()), *reduction.scattered)
     return reduction.spec(split)
 
 

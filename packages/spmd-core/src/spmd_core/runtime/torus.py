@@ -9,6 +9,7 @@ together send the same bytes.
 GPT-2 4B over 8 TPU v4 then sends half of the bytes.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -24,19 +25,20 @@ Groups = tuple[tuple[int, ...], ...]
 _MOST_DIMS = 2
 
 
-def scatter(x: jax.Array, mesh: Mesh, axis: int, dim: int) -> jax.Array:
-    """Inside a manual region: this device's block of the sum of all arrays along a mesh axis.
+def scatter(x: jax.Array, mesh: Mesh, axes: tuple[int, ...], dim: int) -> jax.Array:
+    """Inside a manual region: this device's block of the sum of all arrays along some mesh axes.
 
     Args:
-        x: each device's own array; the axis divides its dim.
+        x: each device's own array; the axes together divide its dim.
         mesh: the region's.
-        axis: the number of the axis.
+        axes: the numbers of the axes, the major one first.
         dim: of the array, which is cut into blocks.
     """
-    for groups in stages(mesh, axis):
+    names = jax_axis_names(mesh)
+    for groups in stages(mesh, axes):
         x = lax.psum_scatter(
             x,
-            jax_axis_names(mesh)[axis],
+            tuple(names[axis] for axis in axes),
             scatter_dimension=dim,
             axis_index_groups=groups,
             tiled=True,
@@ -45,21 +47,24 @@ def scatter(x: jax.Array, mesh: Mesh, axis: int, dim: int) -> jax.Array:
 
 
 @lru_cache(maxsize=1024)
-def stages(mesh: Mesh, axis: int) -> tuple[Groups | None, ...]:
-    """The groups of positions along an axis that scatter together, stage by stage.
+def stages(mesh: Mesh, axes: tuple[int, ...]) -> tuple[Groups | None, ...]:
+    """The groups of positions along some axes that scatter together, stage by stage.
 
-    A single None, which stands for the whole axis, if no split is needed or none is known.
+    Positions are counted along all of these axes, the major one first. A single None, which stands
+    for all positions, if no split is needed or none is known.
     """
     found = devices.all_devices()
     coords = [getattr(found[i], "coords", None) for i in mesh.ids]
     if None in coords:
         return (None,)
     grid = np.array(coords).reshape(*mesh.mesh_shape, -1)
-    return _stages(np.moveaxis(grid, axis, 0).reshape(mesh.mesh_shape[axis], -1, grid.shape[-1]))
+    along = np.moveaxis(grid, axes, range(len(axes)))
+    size = math.prod(mesh.mesh_shape[axis] for axis in axes)
+    return _stages(along.reshape(size, -1, grid.shape[-1]))
 
 
 def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
-    """The same, of an array of coordinates: (position along the axis, other positions, dim).
+    """The same, of an array of coordinates: (position along the axes, other positions, dim).
 
     Example:
         >>> box = np.array([(x, y, z) for z in (0, 1) for y in (0, 1) for x in (0, 1)])

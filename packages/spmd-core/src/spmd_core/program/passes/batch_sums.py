@@ -22,8 +22,9 @@ replaced: the partitioner combines their reductions only if nothing else, such a
 adapter, is added in between.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -206,31 +207,21 @@ class _Finder:
             split |= self._batch_of_activation(mark, split)
         unscattered = None
         for batch_axes, sequence_axes in choices:
-            by_batch = [
-                (dim, axis) for dim, axes in split.items() for axis in axes if axis in batch_axes
-            ]
-            if not by_batch and unscattered is None:
-                others = tuple((d, axes) for d, axes in split.items() if axes)
-                unscattered = Reduction(
-                    mesh,
-                    batch_axes,
-                    others=others,
-                    of_activation=mark.name == MARK_SUM,
-                    sequence_axes=sequence_axes,
-                )
-            if len(by_batch) == 1 and split[by_batch[0][0]][-1] == by_batch[0][1]:
-                ((dim, axis),) = by_batch
-                rest = {d: axes[:-1] if d == dim else axes for d, axes in split.items()}
-                others = tuple((d, axes) for d, axes in rest.items() if axes)
-                return Reduction(
-                    mesh,
-                    batch_axes,
-                    axis,
-                    dim,
-                    others,
-                    of_activation=mark.name == MARK_SUM,
-                    sequence_axes=sequence_axes,
-                )
+            others = {d: _before(batch_axes, axes) for d, axes in split.items()}
+            minor = {d: axes[len(others[d]) :] for d, axes in split.items()}
+            found = Reduction(
+                mesh,
+                batch_axes,
+                others=tuple((d, axes) for d, axes in others.items() if axes),
+                of_activation=mark.name == MARK_SUM,
+                sequence_axes=sequence_axes,
+            )
+            if not any(minor.values()):
+                unscattered = unscattered or found
+            elif all({*axes} <= {*batch_axes} for axes in minor.values()):
+                # Of a sum that is to be split in several dims, each device keeps its part.
+                dim = max(minor, key=lambda d: found.size(minor[d]))
+                return replace(found, scattered=minor[dim], dim=dim)
         return unscattered
 
     def _choices(self, mark: Entry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -340,7 +331,7 @@ class _Finder:
         parts = [*sums(gradient.found)]
         # The sum that a lookup's gradient reads is small, and a region over a further axis would
         # take more memory.
-        scatters = gradient.reduction.axis is not None and not any(p.lookup for p in parts)
+        scatters = bool(gradient.reduction.scattered) and not any(p.lookup for p in parts)
         if gradient.reduction.of_activation and len(parts) > 1:
             return True
         return scatters or any(p.value.spec.dtype != p.spec.dtype for p in parts)
@@ -352,3 +343,8 @@ class _Finder:
         if not any(found):
             return None
         return Total(op, tuple(term or x for term, x in zip(found, op.operands)))
+
+
+def _before(batch_axes: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """The axes that come before the first one of the batch."""
+    return tuple(itertools.takewhile(lambda axis: axis not in batch_axes, axes))

@@ -91,6 +91,6 @@ def _layout(
             tuple(tuple(names[a] for a in axes) for axes in (batch, sequence) if axes),
             names[shared[0]],
             looked_up >= table.shape[0] * size((shared[0],)) // size(rows),
-            functools.partial(torus.scatter, mesh=mesh, axis=shared[0], dim=0),
+            functools.partial(torus.scatter, mesh=mesh, axes=(shared[0],), dim=0),
         )
     return None
