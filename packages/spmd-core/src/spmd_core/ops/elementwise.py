@@ -414,7 +414,8 @@ def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
 def _lerp(ctx: Context, start: Any, end: Any, weight: Any) -> jax.Array:
     def interpolate(a: jax.Array, b: jax.Array, w: jax.Array) -> jax.Array:
         # From the nearer end, so that weight 1 gives exactly `end`.
-        return jnp.where(jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w))
+        from_start = jnp.abs(w) < 0.5
+        return jnp.where(from_start, a, b) + jnp.where(from_start, w, w - 1) * (b - a)
 
     return _rounded(ctx, interpolate, start, end, weight)
 
