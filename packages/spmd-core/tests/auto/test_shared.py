@@ -1,15 +1,21 @@
 """auto/shared.py: what several operations read, or add up to one sum, moves once."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from auto_steps import chosen, groups_of
+from torch import nn
 
 import spmd_core as spmd
+from spmd_core.auto import decide, marked_graph
 from spmd_core.auto.candidates import Kind
 from spmd_core.auto.costs import PARTIAL, CostModel
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.shared import sharing
 from spmd_core.auto.solve import sent, solve
+from spmd_core.planner import topology
 
 _MACHINE = Machine("made up", 4, 1e9, 1e8, 1e7, 1e6, 1e-6, None, (0, 0, 0, 0))
 ROWS, WIDTH, COLUMNS = 64, 16, 32
@@ -117,3 +123,108 @@ def test_a_backward_that_computes_again_gathers_again():
     assert chosen(Kind.FREE, mesh, count) == (2, 1)
     readings, elements = chosen(Kind.FREE, mesh, count, is_recomputed=True)
     assert readings == 3 and elements == 1  # of the recomputation and the backward
+
+
+class Biased(nn.Module):
+    """Attention layers that read one bias of the distance between positions, as T5's do."""
+
+    def __init__(self, heads: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(16, heads)
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1], device=x.device)
+        bias = self.bias((at[:, None] - at).abs().clamp(max=15)).permute(2, 0, 1)[None]
+        heads = self.bias.weight.shape[1]
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            made = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            x = x + made.transpose(1, 2).flatten(2)
+        return x
+
+
+def biased_bytes(*, auto):
+    """The bytes that one of 8 TPUs sends in a step of `Biased` under autocast, its batch split."""
+
+    def train():
+        spmd.use_spmd()
+        model = Biased(heads=8, width=64, depth=4).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(8, 512, 64).to("xla")
+        if not auto:
+            spmd.mark_sharding(x, spmd.Mesh(range(8), (8,), ("data",)), ("data", None, None))
+        spmd.sync()
+        for _ in range(8):
+            with torch.autocast("xla", torch.bfloat16):
+                made = model(x)
+            made.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spmd.sync()
+
+    plan = spmd.plan(train, topology="v5e-8", auto=auto)
+    assert plan.step is not None and not plan.refusals
+    return plan.step.costs.ici_bytes
+
+
+def only_data(monkeypatch):
+    """Searches find data parallelism over 8 devices alone."""
+    made = decide.candidates
+
+    def of_data(*args, **options):
+        found = made(*args, **options)
+        return [x for x in found if x.kind is Kind.DATA and x.mesh_shape == (8,)]
+
+    monkeypatch.setattr(decide, "candidates", of_data)
+
+
+LIBTPU = pytest.mark.skipif(
+    topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
+)
+
+
+@LIBTPU
+@pytest.mark.one_device
+def test_the_gradients_of_a_bias_that_all_layers_read_are_summed_once(monkeypatch):
+    """As in the program that only has marks of its inputs."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # at which libtpu ends
+    only_data(monkeypatch)
+    by_hand = biased_bytes(auto=False)
+    one_sum = 4 * 8 * 512 * 512 * 2 * 7 / 8  # float32, all-reduced over 8 devices
+    assert one_sum < by_hand < 1.1 * one_sum
+    assert biased_bytes(auto=True) == pytest.approx(by_hand, rel=1e-3)
+
+
+def biased_losses(model, x):
+    """The losses of three steps of `Biased` under autocast."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(3):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            made = model(x)
+        loss = made.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()
+        found.append(loss.item())
+    return found
+
+
+@LIBTPU
+@pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
+def test_with_a_whole_total_of_a_biass_gradients_values_are_those_of_eager_torch(monkeypatch):
+    """CPU devices, with the shardings that are chosen for TPUs."""
+    torch.manual_seed(0)
+    model, x = Biased(heads=8, width=64, depth=4), torch.randn(8, 512, 64)
+    expected = biased_losses(copy.deepcopy(model), x)
+    machine = Machine.of(topology.find_topology("v5e-8").devices)
+    monkeypatch.setattr(Machine, "of", lambda devices: machine)
+    only_data(monkeypatch)
+    marked, without = [], marked_graph._without
+    monkeypatch.setattr(
+        marked_graph, "_without", lambda *args: marked.append(without(*args)) or marked[-1]
+    )
+    spmd.use_spmd(auto=True)
+    assert biased_losses(model.to("xla"), x.to("xla")) == pytest.approx(expected, rel=1e-4)
+    assert marked and all(x.is_replicated for x in marked)

@@ -1,7 +1,7 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spmd_core.auto.costs import NONE
@@ -206,6 +206,13 @@ def _anywhere(
                 continue  # as the parameter is: there is one way to sum it
             gradients.add(tensor)
             over[tensor] = axes if over.get(tensor, axes) == axes else ()
+        elif _is_summed_for_state(groups, solution, tensor):
+            # Of a whole total XLA adds up the devices' parts before it reduces them over the
+            # devices, also behind casts. Of a split one it reduces each part that is cast.
+            axes = _partial_axes(groups, solution, tensor)
+            tensor, _ = total(step, tensor)
+            marks[tensor] = _without(sharding(tensor), axes)
+            continue
         marks[tensor] = sharding(tensor)
     return marks, gradients, over
 
@@ -216,20 +223,51 @@ def _summed_over(groups: Groups, solution: Solution, tensor: int) -> tuple[int, 
     In the order in which they split its first operand; none if they split several of its factors,
     such as batch and sequence.
     """
-    step = groups.step
+    step, found = groups.step, _partial_axes(groups, solution, tensor)
     number = step.makers[tensor]
+    if number is None or len(set(found.values())) != 1:
+        return ()
+    first, _ = step.operations[number].operands[0]
+    return tuple(x for x in solution.order[groups.tie[groups.of_tensor[first]]] if x in found)
+
+
+def _is_summed_for_state(groups: Groups, solution: Solution, tensor: int) -> bool:
+    """Whether results that devices have parts of are cast and added up for a state's gradient.
+
+    Such are, under autocast, the gradients of a bias that is looked up in a table and read by the
+    attention of all layers.
+    """
+    if not _is_heavy_result(groups, tensor) or not _partial_axes(groups, solution, tensor):
+        return False
+    step = groups.step
+    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
+    found, is_sum = total(step, tensor)
+    made = [t for i in step.readers[found] for t, _ in step.operations[i].results]
+    is_cast = step.tensors[found].spec.dtype != step.tensors[tensor].spec.dtype
+    return is_sum and is_cast and bool(made) and all(groups.of_tensor[t] in of_state for t in made)
+
+
+def _partial_axes(groups: Groups, solution: Solution, tensor: int) -> dict[int, int]:
+    """The axes over which devices have parts of a product or the like, each with what it splits.
+
+    That is a factor of the operation that makes the tensor.
+    """
+    number = groups.step.makers[tensor]
     assert number is not None
-    operation, own = step.operations[number], groups.tie[groups.of_operation[number]]
+    operation, own = groups.step.operations[number], groups.tie[groups.of_operation[number]]
     position = next(position for t, position in operation.results if t == tensor)
     found: dict[int, int] = {}
     for axis, choice in enumerate(solution.choices):
         factor = groups.factor_of(number, choice[own])
         if factor is not None and operation.partial(position, factor):
             found[axis] = factor
-    if len(set(found.values())) != 1:
-        return ()
-    order = solution.order[groups.tie[groups.of_tensor[operation.operands[0][0]]]]
-    return tuple(axis for axis in order if axis in found)
+    return found
+
+
+def _without(sharding: Sharding, axes: Collection[int]) -> Sharding:
+    """A sharding whose dims these axes do not split."""
+    spec = tuple(tuple(axis for axis in dim if axis not in axes) for dim in sharding.dims)
+    return Sharding.of(sharding.mesh, spec, len(spec))
 
 
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
