@@ -209,9 +209,9 @@ def _anywhere(
         elif _is_summed_for_state(groups, solution, tensor):
             # Of a whole total XLA adds up the devices' parts before it reduces them over the
             # devices, also behind casts. Of a split one it reduces each part that is cast.
-            axes = _partial_axes(groups, solution, tensor)
+            summed_over = _partial_axes(groups, solution, tensor)
             tensor, _ = total(step, tensor)
-            marks[tensor] = _without(sharding(tensor), axes)
+            marks[tensor] = _without(sharding(tensor), summed_over)
             continue
         marks[tensor] = sharding(tensor)
     return marks, gradients, over
