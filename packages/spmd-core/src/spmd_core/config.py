@@ -104,11 +104,11 @@ class Config:
     # in about that time. Helps where a deep model compiles for long and `scan_model` cannot be
     # called. Costs a search in each new program, and on CPUs some of each step's time, as loops
     # copy weights out of their stacks; the loop's order of sums may change last bits. Layers that
-    # differ stay as they are. "auto" is True on platforms where steps of loops were measured to
-    # take no more time and memory than layers one by one; so far there is none.
-    # `debugging.explain_recompile()` says what "auto" chose, and why there is no loop. Read at each
-    # cut; makes another program.
-    fold_layers: Literal[False, True, "auto"] = False
+    # differ stay as they are. "auto" is True for programs for which steps of loops were measured to
+    # take no more time and memory than layers one by one: on CPUs, those whose devices gather most
+    # of the weights, as with FSDP. `debugging.explain_recompile()` says what "auto" chose, and why
+    # there is no loop. Read at each cut; makes another program.
+    fold_layers: Literal[False, True, "auto"] = "auto"
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.

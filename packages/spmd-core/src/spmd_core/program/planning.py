@@ -153,17 +153,17 @@ def plan(
         form = {"is_folded": not one_by_one, **form}
         return _plan(live, groups, label=label, donates=donates, call=call, **form)
 
-    folds = folding.folds_layers() and not one_by_one
     groups: list[Sequence[Value]] = []
 
     def complete(made: CutPlan) -> CutPlan:
         groups.clear()
+        folds = made.key.fold_layers and not one_by_one
         searches = _MOST_SEARCHES if folds else min(len(made.stacked.rows), 1)
         for _ in range(searches):
             if compile_cache.has(made.key):
                 break
             more = _more_groups(made, groups, () if call is None else call.apart)
-            if not more and _iterations(made.recorded) == made.iterations:
+            if not more and _iterations(made.recorded, folds=folds) == made.iterations:
                 break
             groups.extend(more)
             made = planned(groups, stacks_small=not folds)
@@ -172,7 +172,7 @@ def plan(
     made = automatic.searched(planned, complete)
     if made.rewrite is not None:
         return made
-    asked = None
+    asked, folds = None, made.key.fold_layers and not one_by_one
     if folds and grown is not None and not compile_cache.has(made.key):
         # Programs for growing sizes have no loops.
         apart = planned(is_folded=False) if made.stacked.rows or made.stacked.results else made
@@ -189,9 +189,9 @@ def plan(
     return made
 
 
-def _iterations(recorded: Sequence[Value]) -> Iterations:
-    """The values that loops will compute, as far as known; none if `config.fold_layers` is off."""
-    return layer_stacks.iterations(recorded) if folding.folds_layers() else {}
+def _iterations(recorded: Sequence[Value], *, folds: bool) -> Iterations:
+    """The values that loops will compute, as far as known; none if no layers become loops."""
+    return layer_stacks.iterations(recorded) if folds else {}
 
 
 def _more_groups(
@@ -209,7 +209,7 @@ def _more_groups(
         found += stacked_state.more_groups(
             made.live, made.nodes, made.stacked, made.iterations, apart
         )
-    if folding.folds_layers():
+    if made.key.fold_layers:
         found += layer_stacks.groups(
             made.key,
             made.graph,
@@ -254,7 +254,8 @@ def _plan(
         live = [s for s in live if s not in state.held]
         nodes, leaves = collect(live, state.inputs)
     recorded = nodes
-    iterations = _iterations(recorded) if is_folded else {}
+    folds = folding.folds_layers(leaves)
+    iterations = _iterations(recorded, folds=folds and is_folded)
     if call is not None:
         small_state.take_out(live, leaves, call)
         if stacks_small:
@@ -304,7 +305,7 @@ def _plan(
         _origins(nodes) if has_lines else (),
         tuple(sorted(config.compiler_options.items())),
         config.check_indices,
-        folding.folds_layers(),
+        folds,
     )
     inputs = (node_inputs, leaves, targets, numbers, state, stacked)
     return CutPlan(key, live, nodes, recorded, iterations, *inputs, label)
