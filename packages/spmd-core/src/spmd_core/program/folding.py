@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from spmd_core.config import config
 from spmd_core.graph.values import Value
+from spmd_core.program import automatic
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
 
@@ -48,6 +49,8 @@ def folds_layers(leaves: Iterable[Value]) -> bool:
     """Whether repeated layers become loops in a program that is recorded now, with these inputs."""
     if config.fold_layers != "auto":
         return bool(config.fold_layers)
+    if automatic.search is not None:
+        return False  # its first step has no shardings yet, and later ones run the same program
     return choice(devices.platform()).folds_gathered and gathers_weights(leaves)
 
 
