@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         "spmd_core/program/reductions.py",
         "a table's gradient is cut by rows where devices have its columns",
-        "blocks = total.reshape(len(total), mesh.mesh_shape[axis], -1).swapaxes(0, 1)",
+        "blocks = total.reshape(len(total), reduction.size(axes), -1).swapaxes(0, 1)",
         "blocks = total.reshape(mesh.mesh_shape[axis], len(total), -1)",
     ),
     Fault(

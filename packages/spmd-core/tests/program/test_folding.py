@@ -93,12 +93,13 @@ def test_elsewhere_auto_makes_none(platform, why, monkeypatch):
     monkeypatch.setattr(devices, "platform", lambda: platform)
     assert not folding.folds_layers([])
     what = f"leaves layers one by one in this program on {platform}: {why}"
-    assert folding.explained(folds=False) == f'spmd.config.fold_layers = "auto" {what}'
+    assert folding.explained(255, folds=False) == ""
+    assert folding.explained(256, folds=False) == f'spmd.config.fold_layers = "auto" {what}'
 
 
 def test_other_settings_say_nothing(monkeypatch):
     monkeypatch.setattr(spmd.config, "fold_layers", False)
     assert not folding.folds_layers([])
-    assert folding.explained(folds=False) == "" and "fold_layers" not in train(model(19))
+    assert folding.explained(256, folds=False) == "" and "fold_layers" not in train(model(19))
     with pytest.raises(TypeError, match="takes False or True or 'auto'; got 'cpu', of type str"):
         spmd.config.fold_layers = "cpu"

@@ -37,6 +37,8 @@ _BY_PLATFORM = {
     ),
     "tpu": Choice(False, "the time of a step has not been measured there"),
 }
+# Operations of a program that takes seconds to compile.
+_MANY = 256
 _ELSEWHERE = Choice(False, "neither time nor memory has been measured there")
 
 
@@ -75,13 +77,16 @@ def gathers_weights(leaves: Iterable[Value]) -> bool:
     return 2 * gathered > sum(weights.values())
 
 
-def explained(*, folds: bool) -> str:
+def explained(num_ops: int, *, folds: bool) -> str:
     """What "auto" has chosen for a program, and why; empty for another setting.
 
+    Also empty for a program that has no loops and compiles quickly.
+
     Args:
+        num_ops: the number of its operations.
         folds: whether its repeated layers become loops.
     """
-    if config.fold_layers != "auto":
+    if config.fold_layers != "auto" or (num_ops < _MANY and not folds):
         return ""
     platform = devices.platform()
     what = "makes loops of repeated layers" if folds else "leaves layers one by one"

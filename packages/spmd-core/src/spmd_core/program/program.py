@@ -165,7 +165,7 @@ def new_record(graph: RecordedGraph, name: str) -> counters.ProgramRecord:
         len(graph.device_ids),
         donated=graph.donated,
         source=source_lines.user_line(),
-        folding=folding.explained(folds=graph.fold_layers),
+        folding=folding.explained(len(graph.nodes), folds=graph.fold_layers),
     )
 
 
