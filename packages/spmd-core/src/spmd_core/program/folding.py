@@ -6,10 +6,13 @@ weights out of a stack. On CPUs that copies them, which costs nothing where devi
 each other in any case, as with FSDP.
 """
 
-from collections.abc import Iterable
+import operator
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd_core.config import config
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Value
 from spmd_core.program import automatic
 from spmd_core.runtime import devices
@@ -37,6 +40,7 @@ _BY_PLATFORM = {
     ),
     "tpu": Choice(False, "the time of a step has not been measured there"),
 }
+_spec, _placement = operator.attrgetter("spec"), operator.attrgetter("placement")
 # Operations of a program that takes seconds to compile.
 _MANY = 256
 _ELSEWHERE = Choice(False, "neither time nor memory has been measured there")
@@ -47,7 +51,7 @@ def choice(platform: str) -> Choice:
     return _BY_PLATFORM.get(platform, _ELSEWHERE)
 
 
-def folds_layers(leaves: Iterable[Value]) -> bool:
+def folds_layers(leaves: Sequence[Value]) -> bool:
     """Whether repeated layers become loops in a program that is recorded now, with these inputs."""
     if config.fold_layers != "auto":
         return bool(config.fold_layers)
@@ -56,7 +60,7 @@ def folds_layers(leaves: Iterable[Value]) -> bool:
     return choice(devices.platform()).folds_gathered and gathers_weights(leaves)
 
 
-def gathers_weights(leaves: Iterable[Value]) -> bool:
+def gathers_weights(leaves: Sequence[Value]) -> bool:
     """Whether axes that split a program's data also split most of its weights, by elements.
 
     Matrices of floats count as weights, and integers, of which the first dim is the batch, and
@@ -64,17 +68,28 @@ def gathers_weights(leaves: Iterable[Value]) -> bool:
     """
     batch: set[tuple[Mesh, int]] = set()
     weights: dict[frozenset[tuple[Mesh, int]], int] = {}
-    for leaf in leaves:
-        spec, sharding = leaf.spec, leaf.placement.sharding
-        dims = () if sharding is None else sharding.dims
-        split = [{(sharding.mesh, axis) for axis in axes} for axes in dims] if sharding else []
+    # A cut has hundreds of inputs, of few kinds, and asks in each step.
+    kinds = Counter(zip(map(_spec, leaves), map(_placement, leaves)))
+    for (spec, placement), count in kinds.items():
+        split = _split(placement)
         if spec.dtype.is_floating_point and len(spec.shape) == 2:
             axes = frozenset[tuple[Mesh, int]]().union(*split)
-            weights[axes] = weights.get(axes, 0) + spec.num_elements
+            weights[axes] = weights.get(axes, 0) + count * spec.num_elements
         elif split and (len(spec.shape) > 2 or not spec.dtype.is_floating_point):
             batch |= split[0]
     gathered = sum(n for axes, n in weights.items() if not axes.isdisjoint(batch))
     return 2 * gathered > sum(weights.values())
+
+
+def _split(placement: Placement) -> list[set[tuple[Mesh, int]]]:
+    """The axes that split each dim; empty without a mark."""
+    if placement.sharding is None:
+        return []
+    mesh = placement.sharding.mesh
+    return [
+        {(mesh, axis) for axis in axes if mesh.mesh_shape[axis] > 1}
+        for axes in placement.sharding.dims
+    ]
 
 
 def explained(num_ops: int, *, folds: bool) -> str:
