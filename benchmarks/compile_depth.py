@@ -75,7 +75,7 @@ TOPOLOGY = "v4-8"
 # against the layers one by one, a step's time and the peak memory.
 MAX_GROWTH, MAX_STEP, MAX_PEAK = 1.2, 1.02, 1.02
 # What the first two steps of a model of so many layers may cost, in CPU time, against the same
-# where each of them compiled a program of its own, one by one and as a loop.
+# where each of them compiled a program of its own, one by one.
 FIRST_LAYERS, MAX_FIRST = 24, {DEFAULT: 0.45, "as a loop": 0.12}
 PICTURE = ROOT / "docs" / "images" / "compile_depth"
 
