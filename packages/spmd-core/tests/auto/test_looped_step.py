@@ -16,6 +16,7 @@ from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import marked
 from spmd_core.auto.measure import _copy
 from spmd_core.auto.propagated import propagated
+from spmd_core.auto.step_graph import updated
 from spmd_core.graph.placement import Placement
 from spmd_core.planner.topology import present
 from spmd_core.program import ir, pipeline, start
@@ -46,19 +47,23 @@ def test_loops_compute_what_eager_layers_do(fused):
 
     def read(recorded, groups, found):
         graph = marked(recorded.graph, found)
-        loops, stacks = LoopedStep(recorded.graph).of(graph), _stacks(graph)
+        looped, stacks = LoopedStep(recorded.graph).of(graph), _stacks(graph)
+        loops = looped.graph
+        assert [rows for rows in looped.rows if len(rows) > 1] == stacks
         assert len(stacks) == OF_A_BLOCK
         assert len(loops.leaves) == len(graph.leaves) - (DEPTH - 1) * len(stacks)
         rows = [
             np.asarray(_copy(value, value.spec, leaf.placement))
             for value, leaf in zip(recorded.inputs, graph.leaves)
         ]
-        of_stacks = [np.stack([rows[i] for i in group]) for group in stacks]
-        alone = [x for i, x in enumerate(rows) if all(i not in group for group in stacks)]
+        values = [
+            rows[group[0]] if len(group) == 1 else np.stack([rows[i] for i in group])
+            for group in looped.rows
+        ]
         with jax.enable_x64(True):
             arrays = [
                 jax.device_put(x, leaf.placement.device_sharding)
-                for x, leaf in zip([*alone, *of_stacks], loops.leaves)
+                for x, leaf in zip(values, loops.leaves)
             ]
         program = build(loops, "loops")
         assert program.record.loops
@@ -79,7 +84,7 @@ def test_loops_compute_what_eager_layers_do(fused):
 def test_state_lies_in_stacks_beside_its_parameters():
     def read(recorded, groups, found):
         graph = marked(recorded.graph, found)
-        loops, stacks = LoopedStep(recorded.graph).of(graph), _stacks(graph)
+        loops, stacks = LoopedStep(recorded.graph).of(graph).graph, _stacks(graph)
         kinds = [leaf.spec.shape for leaf in loops.leaves[-len(stacks) :]]
         before = ir.Graph.of(loops)
         passed = pipeline.run(before, Target.of(before), "step")
@@ -118,17 +123,18 @@ def test_a_layer_that_is_placed_in_another_way_stays_apart():
 def test_stacks_are_found_once_unless_layers_are_placed_in_another_way(monkeypatch):
     def read(recorded, groups, found):
         loops, graph = LoopedStep(recorded.graph), marked(recorded.graph, found)
+        loops.of(graph)
         searched = []
         monkeypatch.setattr(
             looped_step, "_stacks", lambda graph: searched.append(graph) or _stacks(graph)
         )
-        alike = loops.of(graph)
+        alike = loops.of(graph).graph
         stack = next(rows for rows in _stacks(graph) if graph.leaves[rows[0]].spec.shape[1:])
         leaves = list(graph.leaves)
         whole = Placement.of(replicated(tuple(range(8))), None)
         leaves[stack[0]] = replace(leaves[stack[0]], placement=whole)
         num_searches = len(searched)
-        other = loops.of(replace(graph, leaves=tuple(leaves)))
+        other = loops.of(replace(graph, leaves=tuple(leaves))).graph
         return num_searches, len(searched), len(alike.leaves), len(other.leaves)
 
     before, after, num_alike, num_other = chosen(
@@ -144,7 +150,7 @@ def test_loops_move_what_layers_move():
         graph = marked(recorded.graph, found)
         machine = Machine.of(present().devices)
         moved = []
-        for form in (graph, LoopedStep(recorded.graph).of(graph)):
+        for form in (graph, LoopedStep(recorded.graph).of(graph).graph):
             before = ir.Graph.of(form)
             moved.append(propagated(lower(before, Target.of(before), "step"), machine))
         return moved
@@ -156,3 +162,42 @@ def test_loops_move_what_layers_move():
     assert [(x.kind, x.times, x.bytes) for x in loops] == [
         (x.kind, x.times, pytest.approx(x.bytes)) for x in flat
     ]
+
+
+@EIGHT
+@pytest.mark.parametrize(
+    ("kind", "setting", "has_loops"),
+    [
+        (Kind.FSDP, "auto", True),
+        (Kind.DATA, "auto", False),
+        (Kind.FSDP, False, False),
+        (Kind.DATA, True, True),
+    ],
+)
+def test_a_step_has_the_loops_that_its_program_will_have(monkeypatch, kind, setting, has_loops):
+    def read(recorded, groups, found):
+        monkeypatch.setattr(spmd.config, "fold_layers", setting)
+        graph = marked(recorded.graph, found)
+        return graph, LoopedStep(recorded.graph).as_run(graph)
+
+    graph, form = chosen(kind, mesh(), read, batch=BATCH, depth=DEPTH, fused=True)
+    assert form.graph.fold_layers == has_loops
+    assert sorted(i for rows in form.rows for i in rows) == [*range(len(graph.leaves))]
+    if has_loops:
+        assert max(map(len, form.rows)) == DEPTH
+    else:
+        assert form.graph is graph
+
+
+@EIGHT
+def test_a_stack_is_updated_as_its_rows_are():
+    def read(recorded, groups, found):
+        graph = marked(recorded.graph, found)
+        return graph, LoopedStep(recorded.graph).of(graph)
+
+    graph, form = chosen(Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, fused=True)
+    before, after = updated(graph), updated(form.graph)
+    assert {i for rows in map(form.rows.__getitem__, after) for i in rows} == before.keys()
+    for i, output in after.items():
+        assert form.graph.outputs[output].spec.shape == form.graph.leaves[i].spec.shape
+    assert {i for k in form.graph.donated for i in form.rows[k]} == {*graph.donated}

@@ -49,6 +49,43 @@ def test_programs_run_on_copies(steps_before):
     assert losses(own.step, inputs) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_candidates_have_the_loops_of_the_programs_that_run(monkeypatch, steps_before):
+    several()
+    turn, have_loops = measure._turn, []
+
+    def noted(program, recorded, form):
+        have_loops.append(bool(program.record.loops))
+        return turn(program, recorded, form)
+
+    monkeypatch.setattr(measure, "_turn", noted)
+    shape = {"vocabulary": 512, "width": 64, "inner": 256, "depth": 4, "batch": 64}
+    model, batch = words(**shape)
+    own = training(copy.deepcopy(model), fused=True)
+    for _ in range(steps_before):
+        own.step(*batch)
+    expected = losses(own.step, batch)
+    own = training(model.to("xla"), fused=True)
+    inputs = [x.to("xla") for x in batch]
+    for _ in range(steps_before):
+        own.step(*inputs)
+        spmd.sync()
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    # Less than whole parameters take.
+    options = {"mesh": mesh_of(), "candidates": 2, "memory": 1_500_000, "objective": "measured"}
+    plan = spmd.auto_shard(own.step, *inputs, **options)
+    first = plan.tried[0]
+    assert first.measured_s and any(have_loops)
+    for p, value in zip(model.parameters(), before):
+        assert torch.equal(p.detach().cpu(), value)
+    known = {id(x): x.executions for x in spmd.metrics.programs()}
+    assert losses(own.step, inputs) == pytest.approx(expected, rel=2e-5)
+    ran = [x for x in spmd.metrics.programs() if x.executions > known.get(id(x), 0)]
+    last = max(ran, key=lambda x: x.num_ops)
+    assert last.loops
+    assert first.program.peak_bytes == pytest.approx(last.peak_bytes, rel=0.05)
+
+
 @pytest.fixture
 def chosen_times(monkeypatch):
     """Makes the programs of candidates take given seconds in each turn, or fail."""
@@ -56,7 +93,7 @@ def chosen_times(monkeypatch):
     def given(*times):
         calls = []
 
-        def turn(program, recorded):
+        def turn(program, recorded, form):
             calls.append(program.record.name)
             seconds = times[int(program.record.name.partition("_")[2]) - 1]
             if isinstance(seconds, Exception):

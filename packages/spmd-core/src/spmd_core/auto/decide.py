@@ -94,7 +94,8 @@ def decide(
     limit = None if memory is None else memory * _MARGIN
     too_small = 0.0  # a limit for which the model has no candidate
     progress = progress or Progress()
-    propagation = _Propagation(groups, machine)
+    loops = LoopedStep(groups.step.recorded)
+    propagation = _Propagation(groups, machine, loops)
     tried = progress.tried
     for number in range(_MOST_ROUNDS):
         found = candidates(groups, machine, inputs, mesh=mesh, memory=limit)
@@ -122,7 +123,7 @@ def decide(
             best = best_of(tried, memory, objective) if objective == "time" else None
             return may_be_better(one, best)
 
-        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted, form)
+        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted, form, loops)
         compiled_ones = {x.candidate for x in tried}
         left = [*(x for x in chosen if x.candidate not in compiled_ones), *left]
         best = best_of(tried, memory, objective)
@@ -229,10 +230,11 @@ class _Propagation:
     Args:
         groups: the step.
         machine: the devices.
+        loops: makes loops of the step's layers.
     """
 
-    def __init__(self, groups: Groups, machine: Machine) -> None:
-        self._groups, self._machine = groups, machine
+    def __init__(self, groups: Groups, machine: Machine, loops: LoopedStep) -> None:
+        self._groups, self._machine, self._loops = groups, machine, loops
         self._recorded = groups.step.recorded
 
     @property
@@ -241,14 +243,14 @@ class _Propagation:
         return len(self._recorded.nodes) + len(self._recorded.leaves)
 
     @functools.cached_property
-    def loops(self) -> LoopedStep | None:
-        """Makes loops of the step's layers; None if they are propagated one by one."""
-        return LoopedStep(self._recorded) if _has_loops(self._groups.step) else None
+    def has_loops(self) -> bool:
+        """Whether equal layers are propagated as loops."""
+        return _has_loops(self._groups.step)
 
     def of(self, one: Tried, name: str) -> Tried:
         """A candidate with what it sends by a program of this name. Raises MLIRError."""
         whole = marked(self._recorded, one.shardings)
-        graph = ir.Graph.of(whole if self.loops is None else self.loops.of(whole))
+        graph = ir.Graph.of(self._loops.of(whole).graph if self.has_loops else whole)
         moved = propagated(lower(graph, Target.of(graph), name), self._machine)
         took = seconds(moved, self._machine)
         return replace(
@@ -285,7 +287,7 @@ def _by_propagation(
     found: list[Tried] = []
     with _planned_on(topology):
         most = _MOST_WITH_LOOPS
-        if propagation.loops is None:
+        if not propagation.has_loops:
             most = _most_propagated(propagation.num_operations)
         chosen = _diverse(made, most, meshes=max(1, min(_MESHES, most - 2)))
         for i, one in enumerate(chosen, 1):
@@ -340,14 +342,16 @@ def _compile(
     progress: Progress,
     is_wanted: Callable[[Tried], bool],
     form: Callable[[Tried], Tried],
+    loops: LoopedStep,
 ) -> None:
     """Adds the candidates with the figures of their programs to those that were tried.
 
     Before each compilation `is_wanted` says whether it is worth it after those that have ended,
     and `form` gives what to compile, which takes the candidate's place in `chosen`.
 
-    Layer by layer: as loops, GPT-2 1.5B compiles in a third of the time, but the order of its
-    candidates differs, as what XLA moves in a loop is other by 5 to 8% of a step's time.
+    With loops where the programs that run will have them, and else layer by layer: as loops, GPT-2
+    1.5B compiles in a third of the time for TPUs, but the order of its candidates differs, as what
+    XLA moves in a loop is other by 5 to 8% of a step's time.
     """
     recorded, programs = groups.step.recorded, progress.programs
     made: dict[int, Tried] = {}
@@ -368,7 +372,7 @@ def _compile(
         programs[chosen[i].shardings] = program
 
     def graph(i: int) -> RecordedGraph:
-        return marked(recorded, chosen[i].shardings)
+        return loops.as_run(marked(recorded, chosen[i].shardings)).graph
 
     graphs = [functools.partial(graph, i) for i in range(len(chosen))]
     taken = None if programs is None else keep

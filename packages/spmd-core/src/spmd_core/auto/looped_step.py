@@ -1,16 +1,18 @@
-"""A step whose equal layers are loops over stacks of their parameters, to be propagated faster.
+"""A step whose equal layers are loops over stacks of their parameters.
 
-Candidates are compared by the collectives of such programs, which are neither compiled nor run.
-Their layers are the same operations with the same shardings, and the optimizer updates all layers'
-parameters of one kind at once.
+Where the program that a candidate is compiled for will have loops (`config.fold_layers`), the
+candidate has them, so that its memory and its time are those of that program. And a long step is
+propagated faster so: its layers are the same operations with the same shardings, and the optimizer
+updates all layers' parameters of one kind at once.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmd_core.auto.step_graph import updated
 from spmd_core.graph.stacks import stack_entry, stacked_spec, unstack_entry
-from spmd_core.program import ir
+from spmd_core.program import folding, ir
 from spmd_core.program.leaves import stack_placement
 from spmd_core.program.list_items import Items
 from spmd_core.program.passes.folded_layers import are_small, with_loops
@@ -18,6 +20,20 @@ from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 
 # Leaves that become the rows of a stack, in order.
 _Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A step's graph, in which some inputs may be stacks of the step's inputs.
+
+    Attributes:
+        graph: the graph.
+        rows: for each of its inputs the positions of the step's inputs that it holds: one, or the
+            rows of a stack.
+    """
+
+    graph: RecordedGraph
+    rows: tuple[_Rows, ...]
 
 
 class LoopedStep:
@@ -30,11 +46,15 @@ class LoopedStep:
     """
 
     def __init__(self, recorded: RecordedGraph) -> None:
-        anywhere = recorded.leaves[0].placement
-        leaves = tuple(replace(leaf, placement=anywhere) for leaf in recorded.leaves)
-        self._stacks = _stacks(replace(recorded, leaves=leaves))
+        self._recorded = recorded
 
-    def of(self, marked: RecordedGraph) -> RecordedGraph:
+    @functools.cached_property
+    def _found(self) -> list[_Rows]:
+        anywhere = self._recorded.leaves[0].placement
+        leaves = tuple(replace(leaf, placement=anywhere) for leaf in self._recorded.leaves)
+        return _stacks(replace(self._recorded, leaves=leaves))
+
+    def of(self, marked: RecordedGraph) -> Looped:
         """The step with layers as loops, which reads and returns parameters and state as stacks.
 
         Args:
@@ -43,10 +63,22 @@ class LoopedStep:
         Returns:
             The same graph if it has no layers that may become loops.
         """
-        stacks = self._stacks
+        stacks = self._found
         if not all(_are_placed_alike(marked, rows) for rows in stacks):
             stacks = _stacks(marked)  # of fewer layers
-        return _with_stacks(marked, stacks) if stacks else marked
+        return _with_stacks(marked, stacks) if stacks else _as_it_is(marked)
+
+    def as_run(self, marked: RecordedGraph) -> Looped:
+        """The step with loops if its program will have them once its tensors are marked so."""
+        # A step that was recorded with loops has its stacks already.
+        if self._recorded.fold_layers or not folding.folds_layers(marked.leaves):
+            return _as_it_is(marked)
+        return self.of(marked)
+
+
+def _as_it_is(marked: RecordedGraph) -> Looped:
+    rows = tuple((i,) for i in range(len(marked.leaves)))
+    return Looped(marked, rows)
 
 
 def _are_placed_alike(recorded: RecordedGraph, rows: Sequence[int]) -> bool:
@@ -113,7 +145,7 @@ def _counted(value: ir.Ref) -> ir.Ref:
     return value
 
 
-def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGraph:
+def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> Looped:
     """The graph with stacks in place of these leaves, and of the results that replace them."""
     num_rows = sum(map(len, stacks))
     in_stacks = {i for rows in stacks for i in rows}
@@ -125,7 +157,8 @@ def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGr
         row = recorded.leaves[rows[0]]
         numbers |= {-i - 1: sum(len(n.entry.outs) for n in nodes) + k for k, i in enumerate(rows)}
         nodes.append(Node(unstack_entry(row.spec, len(rows)), (-len(leaves) - 1,)))
-        leaves.append(Leaf(stacked_spec(row.spec, len(rows)), stack_placement(row.placement)))
+        stack = stacked_spec(row.spec, len(rows))
+        leaves.append(Leaf(stack, stack_placement(row.placement), row.origin, row.owner))
 
     def now(number: int) -> int:
         return number + num_rows if number >= 0 else numbers[number]
@@ -144,15 +177,17 @@ def _with_stacks(recorded: RecordedGraph, stacks: Sequence[_Rows]) -> RecordedGr
         spec, placement = results[0].spec, results[0].placement
         nodes.append(Node(stack_entry(spec, len(rows)), tuple(x.value for x in results)))
         stacked = None if placement is None else stack_placement(placement)
-        of_stacks.append(Output(count, stacked_spec(spec, len(rows)), stacked))
+        made = stacked_spec(spec, len(rows))
+        of_stacks.append(Output(count, made, stacked, results[0].owner))
         count += 1
     donated = set(recorded.donated)
-    first_rows = [*alone, *(rows[0] for rows in stacks)]
-    return replace(
+    all_rows = (*((i,) for i in alone), *stacks)
+    graph = replace(
         recorded,
         leaves=tuple(leaves),
         nodes=tuple(nodes),
         outputs=(*outputs.values(), *of_stacks),
-        donated=tuple(position for position, i in enumerate(first_rows) if i in donated),
+        donated=tuple(position for position, rows in enumerate(all_rows) if rows[0] in donated),
         fold_layers=True,
     )
+    return Looped(graph, all_rows)

@@ -14,6 +14,7 @@ import jax
 import torch
 
 from spmd_core import dtypes
+from spmd_core.auto.looped_step import Looped, LoopedStep
 from spmd_core.auto.marked_graph import Shardings, marked
 from spmd_core.auto.recorded_step import RecordedStep
 from spmd_core.auto.step_graph import updated
@@ -21,12 +22,14 @@ from spmd_core.auto.tried import Tried
 from spmd_core.errors import AutoShardingError, DeviceMemoryError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import lock
+from spmd_core.graph.stacks import row_sharding
 from spmd_core.graph.values import Spec, Value
 from spmd_core.program import leaves, start
 from spmd_core.program.compilation import build
 from spmd_core.program.initial_state import Beginning
+from spmd_core.program.leaves import row_placement
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import stored_shape
+from spmd_core.program.program_graph import Leaf, stored_shape
 from spmd_core.runtime import agreement, buffers, devices, in_flight
 
 # Each turn begins with a run that is not measured: its memory and its caches are new.
@@ -71,14 +74,15 @@ def measured(
         if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
     ]
     programs: dict[int, Program] = {}
+    loops = LoopedStep(recorded.graph)
+    forms = {i: loops.as_run(marked(recorded.graph, tried[i].shardings)) for i in finalists}
     refusals: dict[int, str] = {}
     for number, i in enumerate(finalists, 1):
         program = made.get(tried[i].shardings) if agreement.client() is None else None
         if program is None:
             report(f"compiling candidate {number} of {len(finalists)} to run it")
-            graph = marked(recorded.graph, tried[i].shardings)
             try:
-                program = build(graph, f"auto_{number}", names=lambda: recorded.names)
+                program = build(forms[i].graph, f"auto_{number}", names=lambda: recorded.names)
             except DeviceMemoryError as error:
                 refusals[i] = str(error)
                 continue
@@ -93,7 +97,7 @@ def measured(
         order = list(programs)  # in both orders, as a program leaves caches to the next one
         for i in order if turn % 2 else reversed(order):
             try:
-                times[i] += _turn(programs[i], recorded)
+                times[i] += _turn(programs[i], recorded, forms[i])
             except DeviceMemoryError as error:
                 refusals[i] = str(error)
                 del programs[i]
@@ -121,10 +125,15 @@ def measured(
     return sorted(found, key=lambda x: float("inf") if x.measured_s is None else x.measured_s)
 
 
-def _turn(program: Program, recorded: RecordedStep) -> list[float]:
+def _turn(program: Program, recorded: RecordedStep, form: Looped) -> list[float]:
     """The seconds of some runs of a program, which updates copies of the step's inputs.
 
     CPU seconds where devices are emulated: they share cores, also with other programs.
+
+    Args:
+        program: the program.
+        recorded: the step.
+        form: the step as the program computes it.
     """
     clock = time.process_time if devices.platform() == "cpu" else time.perf_counter
     graph, numbers = program.graph, start.by_kind(recorded.numbers)
@@ -132,8 +141,10 @@ def _turn(program: Program, recorded: RecordedStep) -> list[float]:
     replaced = updated(graph)
 
     def copy(i: int) -> jax.Array:
-        value = recorded.inputs[i]
-        return _copy(value, value.spec, graph.leaves[i].placement)
+        leaf, values = graph.leaves[i], [recorded.inputs[k] for k in form.rows[i]]
+        if len(values) == 1:
+            return _copy(values[0], values[0].spec, leaf.placement)
+        return _stack(values, leaf)
 
     with lock:
         arrays = [copy(i) for i in range(len(graph.leaves))]
@@ -153,6 +164,15 @@ def _turn(program: Program, recorded: RecordedStep) -> list[float]:
         jax.block_until_ready(arrays)
         del results
     return found[1:]
+
+
+def _stack(rows: Sequence[Value], leaf: Leaf) -> jax.Array:
+    """Copies of a step's inputs as the stack that a program reads."""
+    placement, sharding = leaf.placement, leaf.placement.device_sharding
+    mark = None if placement.sharding is None else row_sharding(placement.sharding)
+    of_row = row_placement(placement, mark)
+    copies = [_copy(row, row.spec, of_row) for row in rows]
+    return buffers.stacked(copies, sharding, stored_shape(leaf.spec, placement))
 
 
 def _copy(value: Value, spec: Spec, target: Placement) -> jax.Array:

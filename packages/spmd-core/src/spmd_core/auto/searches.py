@@ -76,7 +76,7 @@ def searched(
         f"at most {memory} bytes, {most} compiled, for the least {objective}",
         f"devices {topology.name} {Machine.of(topology.devices)}",
         *(str(getattr(device, "coords", "")) for device in topology.devices),
-        f"marks of {markable}",
+        f"marks of {markable}, fold_layers {config.fold_layers}",
     ]
     lines = [*asked, *_lines(groups, inputs_of(groups, names))]
 

@@ -15,6 +15,7 @@ from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Value
 from spmd_core.program import automatic
+from spmd_core.program.program_graph import Leaf
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
 
@@ -51,7 +52,7 @@ def choice(platform: str) -> Choice:
     return _BY_PLATFORM.get(platform, _ELSEWHERE)
 
 
-def folds_layers(leaves: Sequence[Value]) -> bool:
+def folds_layers(leaves: Sequence[Value | Leaf]) -> bool:
     """Whether repeated layers become loops in a program that is recorded now, with these inputs."""
     if config.fold_layers != "auto":
         return bool(config.fold_layers)
@@ -60,7 +61,7 @@ def folds_layers(leaves: Sequence[Value]) -> bool:
     return choice(devices.platform()).folds_gathered and gathers_weights(leaves)
 
 
-def gathers_weights(leaves: Sequence[Value]) -> bool:
+def gathers_weights(leaves: Sequence[Value | Leaf]) -> bool:
     """Whether axes that split a program's data also split most of its weights, by elements.
 
     Matrices of floats count as weights, and integers, of which the first dim is the batch, and
