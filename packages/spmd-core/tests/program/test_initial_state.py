@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import spmd_core as spmd
 from spmd_core.errors import DeviceMemoryError
 from spmd_core.program import compile_cache, initial_state
-from spmd_core.runtime import buffers
+from spmd_core.runtime import constants
 
 pytestmark = pytest.mark.one_device
 
@@ -343,13 +343,13 @@ def test_a_training_loop_compiles_its_step_once(optimizer, kind, mesh_1d):
 
 def test_the_first_step_takes_no_more_memory_than_the_state(mesh_1d, num_devices, monkeypatch):
     """The state lies in shards from the beginning, and the program takes its buffers over."""
-    made, make = [], initial_state._make
+    made, arrays_of = [], constants.arrays_of
 
-    def watched(leaf, target):
-        make(leaf, target)
-        made.append(leaf.data)
+    def watched(wanted):
+        made.extend(arrays_of(wanted))
+        return [*made]
 
-    monkeypatch.setattr(initial_state, "_make", watched)
+    monkeypatch.setattr(constants, "arrays_of", watched)
     compile_cache.clear()
     w = torch.ones(num_devices * 64, 1024).to("xla").requires_grad_()
     spmd.mark_sharding(w, mesh_1d, ("x", None))
@@ -503,7 +503,7 @@ def test_nothing_is_lost_where_the_memory_is_too_small(monkeypatch):
     average = torch.zeros_like(w)
     average.lerp_(w, 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(buffers, "full", too_small)
+        patch.setattr(constants, "arrays_of", too_small)
         with pytest.raises(DeviceMemoryError, match="must fit the device's memory"):
             spmd.sync()
     # The tensors stay pending, with every write; a later read computes them.

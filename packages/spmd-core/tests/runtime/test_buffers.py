@@ -39,17 +39,6 @@ def test_reading_a_large_array_leaves_no_copy_on_the_host(mesh_1d, monkeypatch):
     assert buffers.download(array, (16,)).tolist() == list(range(16))
 
 
-@pytest.mark.parametrize("rows", [3, 1 << 17], ids=["small", "large"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
-def test_an_array_of_one_number_lies_in_shards(rows, dtype, mesh_1d, num_devices):
-    sharding = Sharding.of(mesh_1d, ("x",), 2)
-    padded = sharding.padded_shape((rows, 3))
-    array = buffers.full(torch.tensor(1, dtype=dtype), padded, named_sharding(sharding))
-    assert array.shape == padded and array.sharding == named_sharding(sharding)
-    assert {s.data.shape for s in array.addressable_shards} == {(padded[0] // num_devices, 3)}
-    assert torch.equal(buffers.download(array, (rows, 3)), torch.ones(rows, 3, dtype=dtype))
-
-
 def test_a_copy_has_memory_of_its_own(mesh_1d, num_devices):
     """Also one of the same dtype, which jax could hand on: programs take copies over."""
     whole, split = (named_sharding(Sharding.of(mesh_1d, s, 1)) for s in ((), ("x",)))

@@ -31,6 +31,7 @@ from spmd_core.program.leaves import row_placement
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Leaf, stored_shape
 from spmd_core.runtime import agreement, buffers, devices, in_flight
+from spmd_core.runtime.constants import Constant, arrays_of
 
 # Each turn begins with a run that is not measured: its memory and its caches are new.
 _RUNS = 3
@@ -190,7 +191,8 @@ def _copy(value: Value, spec: Spec, target: Placement) -> jax.Array:
     if data is None or isinstance(data, Beginning):
         number = None if data is None else data.number
         zero = torch.zeros((), dtype=spec.dtype)
-        return buffers.full(zero if number is None else number, shape, sharding)
+        constant = Constant(zero if number is None else number, shape, sharding)
+        return arrays_of([constant])[0]
     if isinstance(data, torch.Tensor):
         return buffers.upload_and_wait(data.to(spec.dtype), sharding, shape)
     whole = buffers.reshard(leaves.array_of(value), sharding, spec.shape, shape)

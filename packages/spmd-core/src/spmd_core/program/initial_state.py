@@ -39,7 +39,7 @@ from spmd_core.program.leaves import (
 )
 from spmd_core.program.program import explained
 from spmd_core.program.program_graph import RecordedGraph, stored_shape
-from spmd_core.runtime import buffers, devices, in_flight
+from spmd_core.runtime import buffers, constants, devices, in_flight
 from spmd_core.runtime.jax_sharding import device_ids_of
 
 # Up to this size, a constant without a known placement is replicated. On several devices, a larger
@@ -161,10 +161,17 @@ def make(
     Raises:
         DeviceMemoryError: a device's memory is too small.
     """
-    lies = dict(zip(leaves, targets))
+    placement_of = dict(zip(leaves, targets))
+    lies = {
+        leaf: placement_of.get(leaf) or target_placement(leaf.placement, graph.device_ids)
+        for leaf in state.made
+    }
+    filled = [leaf for leaf in lies if leaf.data.source is None]
     try:
-        for leaf in state.made:
-            _make(leaf, lies.get(leaf) or target_placement(leaf.placement, graph.device_ids))
+        arrays = dict(zip(filled, constants.arrays_of([_constant(x, lies[x]) for x in filled])))
+        for leaf, target in lies.items():
+            leaf.data = arrays[leaf] if leaf in arrays else _copy(leaf, target)
+            leaf.placement = target
     except in_flight.FAILURES as error:
         raise explained(error, graph, record) from error
     for leaf in state.inputs.values():
@@ -177,21 +184,20 @@ def _whole(leaf: Value) -> Value:
     return leaf.data.stack.value if leaf.data.__class__ is Row else leaf
 
 
-def _make(leaf: Value, target: Placement) -> None:
+def _constant(leaf: Value, target: Placement) -> constants.Constant:
+    """The constant with which state begins."""
+    shape = stored_shape(leaf.spec, target)
+    return constants.Constant(leaf.data.number, shape, target.device_sharding)
+
+
+def _copy(leaf: Value, target: Placement) -> jax.Array:
+    """The copy with which state begins."""
     beginning, shape = leaf.data, stored_shape(leaf.spec, target)
-    sharding = target.device_sharding
-    if beginning.source is None:
-        leaf.data = buffers.full(beginning.number, shape, sharding)
-    else:
-        source = beginning.source
-        own = convert(source, target_placement(source.placement, device_ids_of(sharding)))
-        conversions = tuple(map(dtypes.to_jax, beginning.dtypes))
-        if own.shape == shape:
-            leaf.data = buffers.copied(own, conversions, sharding)
-        else:  # with another padding
-            whole = buffers.reshard(own, sharding, leaf.spec.shape, shape)
-            leaf.data = buffers.copied(whole, conversions, sharding)
-    leaf.placement = target
+    sharding, source = target.device_sharding, beginning.source
+    own = convert(source, target_placement(source.placement, device_ids_of(sharding)))
+    if own.shape != shape:  # with another padding
+        own = buffers.reshard(own, sharding, leaf.spec.shape, shape)
+    return buffers.copied(own, tuple(map(dtypes.to_jax, beginning.dtypes)), sharding)
 
 
 def _first_value(value: Value) -> tuple[Value, Beginning | None]:

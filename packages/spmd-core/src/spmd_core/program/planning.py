@@ -30,6 +30,7 @@ from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.program.small_state import CapturedCall
 from spmd_core.program.stacked_groups import Iterations
 from spmd_core.program.value_numbers import number, numbered
+from spmd_core.runtime import collection
 from spmd_core.runtime.jax_sharding import replicated
 
 _by_serial = operator.attrgetter("serial")
@@ -124,6 +125,7 @@ class CutPlan:
         return compile_cache.get(self.key, self.graph, self.name)
 
 
+@collection.paused()  # what a plan makes lives as long as the plan
 def plan(
     live: list[Storage],
     *,

@@ -60,36 +60,6 @@ def _shown(data: np.ndarray) -> AbstractContextManager[Any]:
     return progress.shown(f"uploading {data.dtype}{[*data.shape]}, {data.nbytes / 1e9:.1f} GB")
 
 
-def full(
-    number: torch.Tensor, shape: tuple[int, ...], jax_sharding: jax.sharding.NamedSharding
-) -> jax.Array:
-    """A device array of one number. Neither host nor device holds more than shards. Does not wait.
-
-    A small one is sent, which needs no program; the others of one shape share one.
-
-    Args:
-        number: 0-dim, on the CPU.
-        shape: of the array, with the padding of uneven shards.
-        jax_sharding: of the array.
-    """
-    value = dtypes.numpy_view(number)
-    if abstract.run() is not None:
-        return abstract.array(shape, value.dtype, jax_sharding)
-    with jax.enable_x64(True):
-        if math.prod(shape) * value.itemsize > _KEPT_BYTES:
-            return _full(shape, jax_sharding)(value)
-        if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
-            return jax.device_put(np.full(shape, value), jax_sharding)
-        shard = jax_sharding.shard_shape(shape)
-        return jax.make_array_from_callback(shape, jax_sharding, lambda _: np.full(shard, value))
-
-
-@functools.lru_cache(maxsize=1024)
-def _full(shape: tuple[int, ...], jax_sharding: jax.sharding.NamedSharding) -> Any:
-    """The program that makes arrays of one number."""
-    return jax.jit(lambda value: jax.numpy.broadcast_to(value, shape), out_shardings=jax_sharding)
-
-
 def copied(
     array: jax.Array, conversions: tuple[np.dtype, ...], jax_sharding: jax.sharding.NamedSharding
 ) -> jax.Array:
