@@ -37,7 +37,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--layers", type=whole(), action="append", help="depths (default 2, 4, 12, 24 and 48)"
     )
     parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
-    parser.add_argument("--rounds", type=whole(), default=1, help="CPU runs of each kind (default 1)")
+    parser.add_argument("--rounds", type=whole(), default=1, help="CPU runs of each (default 1)")
     parser.add_argument("--steps", type=whole(), default=12, help="timed steps (default 12)")
     parser.add_argument("--only", choices=("cpu", "tpu"), help="the other platform is left out")
     parser.add_argument(
