@@ -3,13 +3,12 @@
 GPT-2 of width 256 in training with AdamW over a mesh axis `fsdp`, with layers one by one
 (`spmd.config.fold_layers = False`), after `spmd.scan_model(model)`, and with loops that are found
 (`fold_layers = True`). The axis splits the weights and the batch. Each run is a process of its own
-without a cache on disk, in turns: on emulated CPU devices, where it runs, and, in the first round,
-compiled for TPU v4 chips that are not there.
+without a cache on disk, in turns: on emulated CPU devices, where it runs, models of few layers more
+often; and, in the first round, compiled for TPU v4 chips that are not there.
 Lowering and compiling is reported by the clock, beside the CPU time of the first two steps, which
 has all that is compiled; a step by the CPU time of all threads, its median. With `--before`, the
-first two steps are also compared, by the clock and in CPU time, with those of the same training on
-the sources of another checkout: after `scan_model`, without a change of code ("by default"), and
-one by one.
+time of the first two steps is also compared with that of the same training on the sources of
+another checkout: after `scan_model`, without a change of code ("by default"), and one by one.
 
 Run: python -m benchmarks.compile_depth
      python -m benchmarks.compile_depth --layers 4 --layers 24 --only cpu
@@ -37,7 +36,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--layers", type=whole(), action="append", help="depths (default 2, 4, 12, 24 and 48)"
     )
     parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
-    parser.add_argument("--rounds", type=whole(), default=1, help="CPU runs of each (default 1)")
+    parser.add_argument(
+        "--rounds", type=whole(), default=1, help="CPU runs of each depth (default 1)"
+    )
     parser.add_argument("--steps", type=whole(), default=12, help="timed steps (default 12)")
     parser.add_argument("--only", choices=("cpu", "tpu"), help="the other platform is left out")
     parser.add_argument(
@@ -75,10 +76,13 @@ TOPOLOGY = "v4-8"
 # What a loop may cost: its compile time at the greatest depth against that at the depth of 4; and
 # against the layers one by one, a step's time and the peak memory.
 MAX_GROWTH, MAX_STEP, MAX_PEAK = 1.2, 1.02, 1.02
-# What the first two steps of a model of so many layers may take, by the clock and in CPU time,
-# against the same where each of them compiled a program of its own, one by one.
+# What the first two steps of a model of so many layers may take by the clock, against the same
+# where each of them compiled a program of its own, one by one.
 FIRST_LAYERS, MAX_FIRST = 24, {DEFAULT: 0.45, "as a loop": 0.12}
 CLOCKS = {"first_s": "wall time", "first_cpu_s": "CPU time"}
+# A model of fewer layers runs more often on the CPU, in proportion: where a process's memory lies
+# changes a step by some percent, and a short step by more.
+EVEN_LAYERS = 12
 PICTURE = ROOT / "docs" / "images" / "compile_depth"
 
 WIDTH, SEQ, BATCH, VOCAB = 256, 128, 8, 2048
@@ -196,12 +200,16 @@ def judged_first(first: dict[str, dict[str, float]]) -> dict[str, bool]:
         return {}
     holds = {}
     for kind, most in MAX_FIRST.items():
-        for clock, name in CLOCKS.items():
-            own, before = first[kind][clock], first["before"][clock]
-            holds[
-                f"cpu: the first two steps of {FIRST_LAYERS} layers, {kind}, take {own:.1f} s of "
-                f"{name}, {own / before:.3f} of the {before:.1f} s before; at most {most}"
-            ] = own / before <= most
+        taken = " and ".join(
+            f"{first[kind][clock]:.1f} s of {name}, {first[kind][clock] / before:.3f} of the "
+            f"{before:.1f} s before"
+            for clock, name in CLOCKS.items()
+            for before in (first["before"][clock],)
+        )
+        holds[
+            f"cpu: the first two steps of {FIRST_LAYERS} layers, {kind}, take {taken}; at most "
+            f"{most} of the wall time"
+        ] = first[kind]["first_s"] / first["before"]["first_s"] <= most
     return holds
 
 
@@ -222,6 +230,7 @@ def measured(layers: tuple[int, ...], platforms: list[str]) -> dict[str, Any]:
         for platform in platforms
         if platform == "cpu" or number == 0
         for n in layers
+        for _ in range(max(1, EVEN_LAYERS // n) if platform == "cpu" else 1)
         for kind in KINDS
     ]
     runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
