@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from auto_steps import chosen, training, words
+from auto_steps import chosen, losses, training, words
 
 import spmd_core as spmd
 from spmd_core.auto import looped_step
@@ -201,3 +201,17 @@ def test_a_stack_is_updated_as_its_rows_are():
     for i, output in after.items():
         assert form.graph.outputs[output].spec.shape == form.graph.leaves[i].spec.shape
     assert {i for k in form.graph.donated for i in form.rows[k]} == {*graph.donated}
+
+
+@EIGHT
+def test_a_candidate_of_scanned_layers_takes_as_much_as_its_program():
+    """Recorded one by one, with data parallelism, which has no loops without `scan_model`."""
+    model, batch = words(vocabulary=512, width=64, inner=256, depth=DEPTH, batch=512)
+    spmd.scan_model(model.to("xla"))
+    own, inputs = training(model, fused=True), [x.to("xla") for x in batch]
+    plan = spmd.auto_shard(own.step, *inputs, mesh=mesh(), candidates=1)
+    assert not any(any(row.spec) for row in plan.parameters)
+    known = len(spmd.metrics.programs())
+    losses(own.step, inputs)
+    ran = max(spmd.metrics.programs()[known:], key=lambda x: x.num_ops)
+    assert plan.tried[0].program.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.01)

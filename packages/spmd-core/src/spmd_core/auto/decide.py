@@ -94,7 +94,8 @@ def decide(
     limit = None if memory is None else memory * _MARGIN
     too_small = 0.0  # a limit for which the model has no candidate
     progress = progress or Progress()
-    loops = LoopedStep(groups.step.recorded)
+    runs_loops = markable is not None and markable.has_loops
+    loops = LoopedStep(groups.step.recorded, runs_loops=runs_loops)
     propagation = _Propagation(groups, machine, loops)
     tried = progress.tried
     for number in range(_MOST_ROUNDS):

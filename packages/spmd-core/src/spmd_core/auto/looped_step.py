@@ -1,9 +1,9 @@
 """A step whose equal layers are loops over stacks of their parameters.
 
-Where the program that a candidate is compiled for will have loops (`config.fold_layers`), the
-candidate has them, so that its memory and its time are those of that program. And a long step is
-propagated faster so: its layers are the same operations with the same shardings, and the optimizer
-updates all layers' parameters of one kind at once.
+Where the program that a candidate is compiled for will have loops (`scan_model`, or
+`config.fold_layers`), the candidate has them, so that its memory and its time are those of that
+program. And a long step is propagated faster so: its layers are the same operations with the same
+shardings, and the optimizer updates all layers' parameters of one kind at once.
 """
 
 import functools
@@ -43,10 +43,11 @@ class LoopedStep:
 
     Args:
         recorded: the step before any candidate marks it.
+        runs_loops: whether its layers run as loops, and were recorded one by one (`scan_model`).
     """
 
-    def __init__(self, recorded: RecordedGraph) -> None:
-        self._recorded = recorded
+    def __init__(self, recorded: RecordedGraph, *, runs_loops: bool = False) -> None:
+        self._recorded, self._runs_loops = recorded, runs_loops
 
     @functools.cached_property
     def _found(self) -> list[_Rows]:
@@ -71,9 +72,10 @@ class LoopedStep:
     def as_run(self, marked: RecordedGraph) -> Looped:
         """The step with loops if its program will have them once its tensors are marked so."""
         # A step that was recorded with loops has its stacks already.
-        if self._recorded.fold_layers or not folding.folds_layers(marked.leaves):
+        if self._recorded.fold_layers:
             return _as_it_is(marked)
-        return self.of(marked)
+        has_loops = self._runs_loops or folding.folds_layers(marked.leaves)
+        return self.of(marked) if has_loops else _as_it_is(marked)
 
 
 def _as_it_is(marked: RecordedGraph) -> Looped:

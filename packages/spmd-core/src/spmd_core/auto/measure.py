@@ -75,7 +75,7 @@ def measured(
         if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
     ]
     programs: dict[int, Program] = {}
-    loops = LoopedStep(recorded.graph)
+    loops = LoopedStep(recorded.graph, runs_loops=recorded.markable.has_loops)
     forms = {i: loops.as_run(marked(recorded.graph, tried[i].shardings)) for i in finalists}
     refusals: dict[int, str] = {}
     for number, i in enumerate(finalists, 1):

@@ -62,6 +62,11 @@ class Markable:
     gradients: tuple[tuple[int, int], ...]
     alike: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def has_loops(self) -> bool:
+        """Whether layers of the step run as a loop."""
+        return bool(self.alike)
+
 
 @dataclass
 class RecordedStep:
