@@ -341,6 +341,10 @@ def _hooks_of_its_own() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
+# What holds no tensors.
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
+
+
 class _Substitution(TorchFunctionMode):
     """Gives each call of torch stand-ins in place of tensors from outside."""
 
@@ -357,12 +361,21 @@ class _Substitution(TorchFunctionMode):
         if func == _get_gradient and not self._recording.is_own(args[0]):
             # A tensor from outside has its gradient, of which the function gets a stand-in.
             return self._recording.inside(func(*args))
-        args, kwargs = pytree.tree_map(self._recording.inside, (args, kwargs))
+        args = [self._inside(x) for x in args]
+        kwargs = {name: self._inside(x) for name, x in kwargs.items()}
         if func is torch.Tensor.__getitem__:
             func = positions.get_item
         results = func(*args, **kwargs)
         self._recording.note(results)
         return results
+
+    def _inside(self, argument: Any) -> Any:
+        """An argument with stand-ins in it. Most hold no others, and pytrees take longer."""
+        if isinstance(argument, torch.Tensor):
+            return self._recording.inside(argument)
+        if argument is None or isinstance(argument, _PLAIN):
+            return argument
+        return pytree.tree_map(self._recording.inside, argument)
 
 
 def _marked(value: Value, sharding: Sharding) -> Value:
