@@ -46,6 +46,8 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 _top_hooks: Any = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
 )
+# What holds no tensors.
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 # What reads the attribute `grad`.
 _get_gradient: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -156,9 +158,12 @@ class FunctionRecording:
 
     def note(self, results: Any) -> None:
         """Notes tensors that the function has made, or got from a call of torch."""
-        for result in pytree.tree_leaves(results):
-            if isinstance(result, XLAShardedTensor):
-                self._own.add(result._handle.storage)
+        if isinstance(results, XLAShardedTensor):
+            self._own.add(results._handle.storage)
+        elif results is not None and not isinstance(results, _PLAIN):
+            for result in pytree.tree_leaves(results):
+                if isinstance(result, XLAShardedTensor):
+                    self._own.add(result._handle.storage)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -187,16 +192,18 @@ class FunctionRecording:
 
     def check_writes(self) -> None:
         """Raises ControlFlowError if the function has written to an argument, or to its `grad`."""
-        for tensor, storage, name in self._stand_ins:
-            if tensor.is_leaf and tensor.grad is not None:
-                raise ControlFlowError(
-                    f"{self.what} returns what it computes, and backward() adds to the grad of "
-                    f"tensors; got one for {name or 'an argument'}, of {tensor._handle.spec!r}. "
-                    "Call torch.autograd.grad, and return the gradients or carry their sum."
-                )
-            # `set_`, `t_`, `resize_` and `.data =` give a tensor another handle.
-            if name and (storage.version or tensor._handle is not storage):
-                raise self._refused_write(name, tensor)
+        with torch._C.DisableTorchFunction():  # else each attribute is a call for `_Substitution`
+            for tensor, storage, name in self._stand_ins:
+                if tensor.is_leaf and tensor.grad is not None:
+                    raise ControlFlowError(
+                        f"{self.what} returns what it computes, and backward() adds to the grad "
+                        f"of tensors; got one for {name or 'an argument'}, of "
+                        f"{tensor._handle.spec!r}. "
+                        "Call torch.autograd.grad, and return the gradients or carry their sum."
+                    )
+                # `set_`, `t_`, `resize_` and `.data =` give a tensor another handle.
+                if name and (storage.version or tensor._handle is not storage):
+                    raise self._refused_write(name, tensor)
 
     def close(self) -> "list[weakref.ref[Storage]]":
         """Forgets the tensors of the function, which has recorded all that it will.
@@ -339,10 +346,6 @@ def _hooks_of_its_own() -> AbstractContextManager[Any]:
     if not _top_hooks(True):
         return nullcontext()
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-
-
-# What holds no tensors.
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 class _Substitution(TorchFunctionMode):
