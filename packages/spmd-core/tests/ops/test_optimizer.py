@@ -145,6 +145,30 @@ def test_a_fused_step_keeps_sharding_and_is_one_operation(mesh_1d, num_devices):
     )
 
 
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_fused_step_writes_gradients_that_it_unscales(scale):
+    found = {}
+    for device in ("cpu", "xla"):
+        p = torch.ones(3).to(device)
+        grad = torch.arange(1.0, 4.0).to(device)
+        torch._fused_sgd_(
+            [p],
+            [grad],
+            [],
+            lr=0.1,
+            momentum=0.0,
+            weight_decay=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=None if scale is None else torch.tensor(scale).to(device),
+        )
+        found[device] = p.cpu(), grad.cpu()
+    for got, expected in zip(found["xla"], found["cpu"]):
+        torch.testing.assert_close(got, expected)
+
+
 def test_lists_of_different_lengths_are_refused():
     p, state = torch.ones(3, device="xla"), [torch.zeros(3, device="xla")] * 2
     options = {

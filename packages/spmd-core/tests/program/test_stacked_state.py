@@ -270,6 +270,14 @@ def test_gradients_that_live_on_lie_stacked():
     assert model.layers[1].weight.grad.isfinite().all()
 
 
+def test_a_fused_step_leaves_gradients_of_a_loop_stacked():
+    _, model = _models()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    for seed in range(2):
+        _step(model, optimizer, seed, clip=False)
+        assert _are_rows([layer.weight.grad for layer in model.layers])
+
+
 def test_a_captured_step_threads_stacks_through():
     losses = {}
     for capture in (False, True):

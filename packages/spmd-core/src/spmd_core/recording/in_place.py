@@ -135,6 +135,22 @@ def _positions(
     return tuple(position for name in facts.written for position in positions[name])
 
 
+def _kept(facts: schema.Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> range:
+    """The positions of results that are the written tensors as they were.
+
+    A fused optimizer writes gradients only if it divides them by a scale. Gradients of a stack of
+    layers are then views of one array still, of which no row is copied.
+    """
+    start = 0
+    given = facts.by_name(args, kwargs)
+    for name in facts.written:
+        length = len(given[name]) if isinstance(given[name], (list, tuple)) else 1
+        if name == "grads" and given.get("grad_scale") is None:
+            return range(start, start + length)
+        start += length
+    return range(0)
+
+
 def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
     """Records an operation that writes several arguments, such as `_fused_adamw_(params, ...)`.
 
@@ -179,8 +195,10 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
             targets = written(args, kwargs)
             entry, inputs, numbers = look_up(call, args, kwargs)
             node = Value(entry, inputs, numbers)
+            kept = _kept(facts, args, kwargs)
             for i, target in enumerate(targets):
-                write(target._handle, OpResult(node, i))
+                if i not in kept:
+                    write(target._handle, OpResult(node, i))
         return args[0] if func._schema.returns else None
 
     return record
