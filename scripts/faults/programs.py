@@ -184,6 +184,18 @@ FAULTS = (
         "view = op.source_of_elements(Elements.PERMUTED)",
     ),
     Fault(
+        "spmd_core/program/passes/transposed_weights.py",
+        "a product reads what was flipped as if it had been transposed",
+        "is_transposed = (given.shape, given.strides) == (made.shape[::-1], made.strides[::-1])",
+        "is_transposed = given.shape == made.shape[::-1]",
+    ),
+    Fault(
+        "spmd_core/program/passes/transposed_weights.py",
+        "products of a manual region get a transpose, and no hint",
+        "if right is None or op.is_inserted or op.manual is not None:",
+        "if right is None or op.is_inserted:",
+    ),
+    Fault(
         "spmd_core/program/passes/column_gathers.py",
         "columns that the major axis splits are gathered as adjacent blocks",
         "not before[1] or before[1][:-1] != after[1]",

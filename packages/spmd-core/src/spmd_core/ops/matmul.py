@@ -13,11 +13,19 @@ from jax import lax
 from spmd_core.ops.kernels import grouped
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.kernels.traits import PRODUCT, Parts, Traits
-from spmd_core.ops.registry import Context, Number, as_array, flop_formula, lowering
+from spmd_core.ops.registry import (
+    Context,
+    Number,
+    TransposedRight,
+    as_array,
+    flop_formula,
+    lowering,
+)
 
 _DOT = (((0,), (0,)), ((), ()))
 _MATRIX_VECTOR = (((1,), (0,)), ((), ()))
 _MATRIX_MATRIX = (((1,), (0,)), ((), ()))
+_TRANSPOSED_RIGHT = (((1,), (1,)), ((), ()))
 _BATCHED = (((2,), (1,)), ((0,), (0,)))
 
 
@@ -27,6 +35,12 @@ def _contract(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
     return lax.dot_general(
         a, b, dimension_numbers, precision=matmul_precision(a.dtype), preferred_element_type=wide
     )
+
+
+def _of_matrices(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of two matrices, in the dtype that it accumulates in."""
+    is_transposed = ctx.layout(TransposedRight) is not None
+    return _contract(a, b, _TRANSPOSED_RIGHT if is_transposed else _MATRIX_MATRIX)
 
 
 def _scaled(x: jax.Array, factor: Any) -> jax.Array:
@@ -51,9 +65,13 @@ def _plus_product(
     return jnp.broadcast_to(term + product, ctx.shape).astype(ctx.dtype)
 
 
-@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.CHUNKS, is_product=True))
+@lowering(
+    "aten.mm.default",
+    "aten.mm.dtype",
+    traits=Traits(parts=Parts.CHUNKS, is_product=True, right=1),
+)
 def _mm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
-    return _contract(a, b, _MATRIX_MATRIX).astype(ctx.dtype)
+    return _of_matrices(ctx, a, b).astype(ctx.dtype)
 
 
 @lowering("aten.bmm.default", "aten.bmm.dtype", traits=PRODUCT)
@@ -166,16 +184,16 @@ def _linear_backward(
     return grad_x, grad_weight, grad_bias
 
 
-@lowering("aten.addmm.default", traits=PRODUCT)
+@lowering("aten.addmm.default", traits=Traits(is_product=True, right=2))
 def _addmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
+    return _plus_product(ctx, x, _of_matrices(ctx, a, b), beta, alpha)
 
 
-@lowering("aten.addmm.dtype", traits=PRODUCT)
+@lowering("aten.addmm.dtype", traits=Traits(is_product=True, right=2))
 def _addmm_dtype(
     ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> jax.Array:
-    return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
+    return _plus_product(ctx, x, _of_matrices(ctx, a, b), beta, alpha)
 
 
 @lowering("aten.baddbmm.default", traits=PRODUCT)

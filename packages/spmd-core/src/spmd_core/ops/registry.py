@@ -128,8 +128,13 @@ class ClassOrder:
     dim: int
 
 
+@dataclass(frozen=True)
+class TransposedRight:
+    """The second matrix of a product is given as its transpose."""
+
+
 # A layout that the kernel of an operation may need to choose its form.
-Hint = ImageLayout | AttentionLayout | TableLayout | ClassOrder
+Hint = ImageLayout | AttentionLayout | TableLayout | ClassOrder | TransposedRight
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class BatchSplit:
     split: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
-H = TypeVar("H", ImageLayout, AttentionLayout, TableLayout, ClassOrder)
+H = TypeVar("H", ImageLayout, AttentionLayout, TableLayout, ClassOrder, TransposedRight)
 
 
 @dataclass
@@ -160,7 +165,7 @@ class Context:
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims replicated; the partitioner chooses the others
     replicate_last_dims: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
-    # the layout of the operation's images, attention or table, if a pass found one
+    # the layout of the operation's operands, if a pass found one
     hint: Hint | None = None
     # how the batch of the program's data is split
     batch: BatchSplit = field(default_factory=BatchSplit)

@@ -92,7 +92,7 @@ class Fold:
         self._mesh = target.jax_mesh
         self._num_devices = len(target.device_ids)
         self._is_for_partitioner = is_for_partitioner and self._num_devices > 1
-        self._without_rules: set[Entry] = set()
+        self._without_rules: set[tuple[Entry, registry.Hint | None]] = set()
         self._kernels = SharedKernels(graph.all_ops())
         self.splits = split_dims.splits(
             target.placed,
@@ -268,7 +268,8 @@ class Fold:
     ) -> Sequence[jax.Array]:
         """The results of an entry's kernel, rewritten by the rules for the partitioner."""
         kernel = entry.kernel
-        if entry in self._without_rules:
+        what = entry, context.hint
+        if what in self._without_rules:
             return kernel(context, inputs, numbers)
         kinds = [number.kind for number in numbers]
 
@@ -284,7 +285,7 @@ class Fold:
         splits = replace(splits, keeps_nan=keeps_nan, is_users=is_users)
         results = in_safe_forms(function, arguments, splits)
         if results is None:
-            self._without_rules.add(entry)
+            self._without_rules.add(what)
             return kernel(context, inputs, numbers)
         return results
 

@@ -26,6 +26,7 @@ from spmd_core.program.passes.replicated_values import replicated_values
 from spmd_core.program.passes.row_writes import row_writes
 from spmd_core.program.passes.stacked_operations import stacked_operations
 from spmd_core.program.passes.stored_results import stored_results
+from spmd_core.program.passes.transposed_weights import transposed_weights
 from spmd_core.program.target import Target
 
 # A pass returns the graph that it got if there is nothing to change.
@@ -56,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     late_copies,
     # Materialisation: what is stored.
     class_orders,
+    transposed_weights,
     costly_values,
     stored_results,
     exact_values,

@@ -83,6 +83,8 @@ class Traits:
             classes; the kernel may have a `ClassOrder` as its hint.
         fill: the value of each element of its result, whatever its operands hold: a number, or the
             name of the argument that has it; None for an operation that does more.
+        right: for a product of two matrices, the position of the second one; the kernel may have a
+            `TransposedRight` as its hint.
         query: for an attention, the position of the query, which the key follows; the kernel may
             have an `AttentionLayout` as its hint.
     """
@@ -94,6 +96,7 @@ class Traits:
     rows: Rows | None = None
     is_product: bool = False
     images: tuple[int, ...] = ()
+    right: int | None = None
     query: int | None = None
     compared: Compared | None = None
     bounds: Bounds | None = None
