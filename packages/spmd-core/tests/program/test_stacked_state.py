@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -276,6 +277,80 @@ def test_a_fused_step_leaves_gradients_of_a_loop_stacked():
     for seed in range(2):
         _step(model, optimizer, seed, clip=False)
         assert _are_rows([layer.weight.grad for layer in model.layers])
+
+
+CHANGES = {  # of the layers' gradients, and whether they lie stacked afterwards
+    "clipped": (lambda grads: torch.nn.utils.clip_grad_norm_(_having(grads), 0.5), True),
+    "clipped one by one": (
+        lambda grads: torch.nn.utils.clip_grad_norm_(_having(grads), 0.5, foreach=False),
+        True,
+    ),
+    "clipped by value": (lambda grads: torch.nn.utils.clip_grad_value_(_having(grads), 0.01), True),
+    "scaled": (lambda grads: torch._foreach_mul_(grads, 2.0), True),
+    "another factor": (lambda grads: [g.mul_(i + 1) for i, g in enumerate(grads)], True),
+    "two": (lambda grads: [g.mul_(2) for g in grads[:2]], False),
+    "other operations": (lambda grads: [grads[0].mul_(2), grads[1].exp_(), grads[2].neg_()], False),
+    "in turn": (lambda grads: [a.add_(b) for a, b in itertools.pairwise(grads)], False),
+    "new ones": (lambda grads: [g.copy_(torch.ones_like(g)) for g in grads], False),
+}
+
+
+def _having(grads):
+    """Parameters with these gradients."""
+    parameters = [torch.nn.Parameter(torch.empty_like(g)) for g in grads]
+    for parameter, grad in zip(parameters, grads):
+        parameter.grad = grad
+    return parameters
+
+
+@pytest.mark.parametrize("marks", [None, ("a", None)], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_gradients_that_are_changed_lie_stacked(name, marks):
+    if marks is not None and spmd.global_runtime_device_count() < 8:
+        pytest.skip("the marks are for a mesh of 4 x 2")
+    change, are_rows = CHANGES[name]
+    eager, model = _models(8, marks)
+    for seed in range(3):
+        for m in (eager, model):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            m(torch.randn(4, 8).to(m.head.weight.device)).square().sum().backward()
+            change([layer.weight.grad for layer in m.layers])
+        spmd.sync()
+        assert _are_rows([layer.weight.grad for layer in model.layers]) is are_rows
+        for own, other in zip(model.parameters(), eager.parameters()):
+            torch.testing.assert_close(own.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
+            with torch.no_grad():  # what reads rows afterwards gets theirs
+                own.sub_(own.grad, alpha=0.01)
+                other.sub_(other.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused", "sgd"])
+def test_clipped_gradients_that_an_optimizer_reads_lie_stacked(name):
+    """Else each layer's would be sliced out of the stack by a kernel of its own."""
+    _, model = _models()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for seed in range(2):
+        _step(model, optimizer, seed)
+        assert _are_rows([layer.weight.grad for layer in model.layers])
+
+
+def test_gradients_that_a_fused_step_unscales_lie_stacked():
+    eager, model = _models()
+    for seed in range(2):
+        for m in (eager, model):
+            device = m.head.weight.device.type
+            optimizer = OPTIMIZERS["fused"](m.parameters())
+            scaler = torch.amp.GradScaler(device, init_scale=64.0)
+            torch.manual_seed(seed)
+            m.zero_grad()
+            scaler.scale(m(torch.randn(5, 6).to(device)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        spmd.sync()
+        assert _are_rows([layer.weight.grad for layer in model.layers])
+        for own, other in zip(model.parameters(), eager.parameters()):
+            torch.testing.assert_close(own.grad.cpu(), other.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_captured_step_threads_stacks_through():

@@ -140,6 +140,45 @@ def _along(
     return None
 
 
+def row_behind(
+    value: Value, iterations: Iterations
+) -> tuple[Hashable, int, int, tuple[str, ...]] | None:
+    """The row of a stack from which a value of its shape is computed, as a clipped gradient is.
+
+    Returns:
+        What the rows have in common, which of them it is, how many there are, and the names of the
+        operations from the value back to the row; None if it is computed from no row.
+    """
+    shape = value.spec.shape
+    waiting: list[tuple[Value, tuple[str, ...]]] = [(value, ())]
+    for value, names in waiting:  # it grows meanwhile
+        place = _computed_row(value, iterations)
+        if place is not None:
+            return place.along, place.index, place.count, names
+        node = value.parent or value
+        if node.data is not None:
+            continue
+        operands: Sequence[Value] = node.inputs
+        length, count = lists_of(node) if len(operands) > 1 else (0, 0)
+        if length > 1:
+            item = value.index % length if isinstance(value, OpResult) else 0
+            operands = operands[item : length * count : length]
+        behind = (*names, node.entry.name)
+        waiting += [(x, behind) for x in operands if x.spec.shape == shape]
+        del waiting[_MOST_STEPS:]
+    return None
+
+
+def _computed_row(value: Value, iterations: Iterations) -> _Place | None:
+    """The row that a value is, of a stack that the cut computes or takes apart."""
+    if (found := iterations.get(result_of(value))) is not None:
+        return _Place(*found)
+    node = value.parent
+    if isinstance(value, OpResult) and node is not None and isinstance(node.entry, UnstackEntry):
+        return _Place(node, value.index, len(node.entry.outs))
+    return None
+
+
 def _is_much_larger(leaf: Value, along: Any) -> bool:
     """Whether a tensor is none that lies along rows as small as these, such as counters of steps.
 
@@ -180,12 +219,7 @@ def _place(value: Value, rows: Rows, iterations: Iterations) -> _Place | None:
         if value in rows:
             stack, index = rows[value]
             return _Place(stack, index, len(stack.owners))
-        if (found := iterations.get(result_of(value))) is not None:
-            return _Place(*found)
-        if isinstance(value, OpResult) and value.parent is not None:
-            if isinstance(value.parent.entry, UnstackEntry):
-                return _Place(value.parent, value.index, len(value.parent.entry.outs))
-            waiting += value.parent.inputs
-        else:
-            waiting += value.inputs
+        if (found := _computed_row(value, iterations)) is not None:
+            return found
+        waiting += (value.parent or value).inputs
     return None

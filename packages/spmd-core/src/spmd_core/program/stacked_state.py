@@ -16,13 +16,11 @@ from typing import Any
 import jax
 
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.repetition import result_of
 from spmd_core.graph.stacks import (
     Row,
     Stack,
     StackEntry,
     StackStorage,
-    UnstackEntry,
     any_made,
     stack_entry,
     stacked_sharding,
@@ -31,7 +29,7 @@ from spmd_core.graph.stacks import (
 )
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.subgraphs import StandIn
-from spmd_core.graph.values import OpResult, Spec, Value
+from spmd_core.graph.values import Spec, Value
 from spmd_core.program import small_state
 from spmd_core.program.initial_state import Beginning, State
 from spmd_core.program.leaves import (
@@ -45,7 +43,7 @@ from spmd_core.program.leaves import (
 )
 from spmd_core.program.program_graph import stored_shape
 from spmd_core.program.small_state import CapturedCall
-from spmd_core.program.stacked_groups import Candidate, Iterations, groups_along
+from spmd_core.program.stacked_groups import Candidate, Iterations, groups_along, row_behind
 from spmd_core.runtime import buffers
 
 
@@ -234,38 +232,34 @@ def _begin(leaves: Sequence[Value], beginning: Beginning) -> dict[Value, tuple[S
 
 
 def _unstacked_results(born: Iterable[Storage], iterations: Iterations) -> list[StackStorage]:
-    """What receives results that are all rows of a stack that the cut computes, such as gradients.
+    """What receives results that are all computed from the rows of a stack, such as gradients.
 
     Args:
         born: storages without an earlier value.
         iterations: values that a loop will compute.
     """
-    rows: dict[tuple[Hashable, int], dict[int, Storage]] = {}
+    rows: dict[Hashable, dict[int, Storage]] = {}
+    counts: dict[Hashable, int] = {}
     for storage in born:
-        value = storage.value
-        place = iterations.get(result_of(value))
-        if place is None:
-            if value.parent is None and value.entry is not None and value.entry.sharding:
-                value = value.inputs[0]  # a gradient's mark
-            place = iterations.get(result_of(value))
-        node = value.parent
-        if place is not None:
-            key, index, count = place
-            rows.setdefault((key, count), {})[index] = storage
-        elif (
-            isinstance(value, OpResult)
-            and node is not None
-            and isinstance(node.entry, UnstackEntry)
-        ):
-            rows.setdefault((node, len(node.entry.outs)), {})[value.index] = storage
-    found = []
-    for (_, count), by_index in rows.items():
-        if len(by_index) == count:
+        found = row_behind(storage.value, iterations)
+        if found is None:
+            continue
+        along, index, count, names = found
+        repeated = 0
+        key: Hashable = (along, names, storage.spec.logical, repeated)
+        while index in rows.get(key, ()):
+            repeated += 1
+            key = (along, names, storage.spec.logical, repeated)
+        rows.setdefault(key, {})[index] = storage
+        counts[key] = count
+    made = []
+    for key, by_index in rows.items():
+        if len(by_index) == counts[key]:
             storages = [by_index[i] for i in range(len(by_index))]
             result = _stacked_result(storages, storages[0].spec.logical)
             if result is not None:
-                found.append(result)
-    return found
+                made.append(result)
+    return made
 
 
 def can_be_stacked(
