@@ -459,3 +459,11 @@ def test_what_loops_do_not_transform():
             assert run(primal).item() == loss(w).item()  # the advice
     w.requires_grad_()
     assert torch.autograd.grad(loss(w), w)[0].shape == (4, 4)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_stack_is_one_operand(follows):
+    xs = torch.randn(3, 4, 4, device="xla", requires_grad=follows)
+    last, _ = spmd.scan(lambda c, x: (c @ x, None), torch.ones(2, 4, device="xla"), xs)
+    value = last._handle.value
+    assert len((value.parent or value).inputs) == 2  # the carry and the stack

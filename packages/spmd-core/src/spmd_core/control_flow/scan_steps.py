@@ -39,6 +39,8 @@ class Step:
     ) -> None:
         recording = self.recording = FunctionRecording(_NAME)
         follows = torch.is_grad_enabled()
+        # Before the recording, which would take a stack whose attributes it reads for closed over.
+        has_own_gradient = [t.requires_grad and follows for t in stacks]
         with recording.active():
             self.carry = [
                 recording.argument(
@@ -53,10 +55,10 @@ class Step:
                 recording.argument(
                     _slice(t._handle.spec),
                     _slice_sharding(t),
-                    requires_grad=t.requires_grad and follows,
+                    requires_grad=own,
                     name="a slice of xs",
                 )
-                for t in stacks
+                for t, own in zip(stacks, has_own_gradient)
             ]
             self.index = recording.argument(_INDEX, None)
         with active(recording, self.index[0]):
