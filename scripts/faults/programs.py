@@ -196,6 +196,12 @@ FAULTS = (
         "if right is None or op.is_inserted:",
     ),
     Fault(
+        "spmd_core/program/passes/transposed_weights.py",
+        "forward and backward share the gathers of weights, which FSDP then keeps",
+        "if read[_weight(value)] == 1}",
+        "if read[_weight(value)] >= 1}",
+    ),
+    Fault(
         "spmd_core/program/passes/column_gathers.py",
         "columns that the major axis splits are gathered as adjacent blocks",
         "not before[1] or before[1][:-1] != after[1]",

@@ -55,6 +55,36 @@ def test_other_orders_of_a_square_are_left_alone() -> None:
     assert hinted(x @ weight.flip(0).t()) == [(OUTPUTS, OUTPUTS)]
 
 
+def test_weights_that_several_products_read_are_left_alone() -> None:
+    weight = split((OUTPUTS, INPUTS))
+    x, y = torch.randn(ROWS, INPUTS).to("xla"), torch.randn(ROWS, OUTPUTS).to("xla")
+    assert hinted(x @ weight.t() + y) == [(OUTPUTS, INPUTS)]  # the sum is no product
+    assert hinted((y @ weight) @ weight.t()) == []
+    assert hinted((y.bfloat16() @ weight.bfloat16()) @ weight.t().bfloat16()) == []
+    assert hinted((x @ weight.t()) @ weight.t().t()) == []
+    assert hinted((x @ weight.t()) @ torch.ones(OUTPUTS, 2, device="xla")) == [(OUTPUTS, INPUTS)]
+
+
+def test_fsdp_frees_gathered_weights_after_forward() -> None:
+    """Forward and backward of GPT-2's products would share the gathers of all weights."""
+    mesh, widths = fsdp_mesh(), (64, 96)  # in turns, so that no layer is repeated
+    weights = [torch.randn(widths[i % 2], widths[1 - i % 2]).to("xla") for i in range(6)]
+    x = torch.randn(256, widths[0]).to("xla")
+    for tensor in (*weights, x):
+        spmd.mark_sharding(tensor, mesh, ("fsdp", None))
+    for weight in weights:
+        weight.requires_grad_()
+        x = (x @ weight).tanh()
+    x.sum().backward()
+    text = debugging.hlo(*(weight.grad for weight in weights))
+    gathers = re.findall(r" = f32\[(?:64,96|96,64)\]\S* all-gather\(", text)
+    assert len(gathers) == len(weights) + len(weights[1:])  # x has no gradient
+
+
+def gradients(result, inputs):
+    return torch.autograd.grad(result.square().sum(), inputs)
+
+
 def of_devices(run, *shapes):
     """What a function computes of tensors of these shapes, on xla and by eager torch."""
     generator = torch.Generator().manual_seed(0)
@@ -83,17 +113,39 @@ def test_values_and_gradients_are_those_of_eager_torch(marks, sizes) -> None:
     mesh = spmd.Mesh(range(num), shape, axes)
     rows, inputs, outputs = sizes
 
-    def run(weight, x, bias):
-        if weight.device.type == "xla":
-            for tensor, spec in zip((weight, x), specs):
+    def marked(*tensors):
+        if tensors[0].device.type == "xla":
+            for tensor, spec in zip(tensors, specs):
                 spmd.mark_sharding(tensor, mesh, spec)
+        return tensors
+
+    def product(weight, x):
+        weight, x = marked(weight, x)
+        return [x @ weight.t()]
+
+    def sum_and_product(weight, x, bias):
+        weight, x = marked(weight, x)
+        return [torch.addmm(bias, x, weight.t(), beta=2, alpha=0.5)]
+
+    def gradient_of_input(weight, x):
+        weight, x = marked(weight, x)
+        x.requires_grad_()
+        y = x.exp() @ weight.t()
+        if y.device.type == "xla":
+            spmd.sync()  # what follows is a program of its own
+        return gradients(y, [x])
+
+    def both_ways(weight, x):
+        weight, x = marked(weight, x)
         weight.requires_grad_()
         x.requires_grad_()
-        y = torch.addmm(bias, x, weight.t(), alpha=0.5).tanh() @ weight  # read both ways
-        z = torch.addmm(x, y @ weight.t(), weight)  # its backward transposes again
-        return [y, z, *torch.autograd.grad(z.square().sum(), [weight, x])]
+        y = (x @ weight.t()).tanh() @ weight
+        return [y, *gradients(y, [weight, x])]
 
-    of_devices(run, (outputs, inputs), (rows, inputs), (outputs,))
+    of_devices(product, (outputs, inputs), (rows, inputs))
+    of_devices(sum_and_product, (outputs, inputs), (rows, inputs), (outputs,))
+    of_devices(gradient_of_input, (outputs, inputs), (rows, inputs))
+    of_devices(both_ways, (outputs, inputs), (rows, inputs))
 
 
 def test_gradients_of_gradients_in_a_scan() -> None:
@@ -102,22 +154,22 @@ def test_gradients_of_gradients_in_a_scan() -> None:
     def run(weights, x):
         if weights.device.type == "xla":
             spmd.mark_sharding(weights, mesh, (None, "fsdp", None))
-            y, _ = spmd.scan(lambda y, w: ((y @ w).tanh() @ w.t(), None), x, weights)
+            y, _ = spmd.scan(lambda y, w: ((y @ w.t()).tanh(), None), x, weights)
         else:
             y = x
             for w in weights:
-                y = (y @ w).tanh() @ w.t()
+                y = (y @ w.t()).tanh()
         return [y]
 
-    of_devices(run, (3, INPUTS, OUTPUTS), (ROWS, INPUTS))
+    of_devices(run, (3, INPUTS, INPUTS), (ROWS, INPUTS))
 
-    def gradients(weights, x):
+    def twice(weights, x):
         weights.requires_grad_()
         (y,) = run(weights, x)
         (grad,) = torch.autograd.grad(y.square().sum(), [weights], create_graph=True)
         return [grad, *torch.autograd.grad(grad.square().sum(), [weights])]
 
-    of_devices(gradients, (3, INPUTS, OUTPUTS), (ROWS, INPUTS))
+    of_devices(twice, (3, INPUTS, INPUTS), (ROWS, INPUTS))
 
 
 def test_bfloat16_and_integers() -> None:

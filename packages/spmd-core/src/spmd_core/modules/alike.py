@@ -87,11 +87,22 @@ def guarded(
     classes = {module: type(module) for module in found}
     try:
         for module, kind in classes.items():
-            module.__class__ = _guarded_class(kind, found[module], numbers.get(module, {}))
+            refused, own = found[module], numbers.get(module)
+            module.__class__ = (
+                _guarded_class(kind, refused, own)
+                if own
+                else _refusing_class(kind, tuple(refused.items()))
+            )
         yield
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
+
+
+@functools.lru_cache(maxsize=1024)
+def _refusing_class(kind: Any, refused: tuple[tuple[str, str], ...]) -> Any:
+    """As `_guarded_class`, without numbers: each step has the same, and a class is slow to make."""
+    return _guarded_class(kind, dict(refused), {})
 
 
 def _guarded_class(kind: Any, refused: Mapping[str, str], numbers: Mapping[str, Any]) -> Any:

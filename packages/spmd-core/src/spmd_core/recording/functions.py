@@ -116,7 +116,8 @@ class FunctionRecording:
             self._own.add(storage)
             tensor = wrap(storage)
         if requires_grad:
-            tensor.requires_grad_()
+            with torch._C.DisableTorchFunction():  # as in `check_writes`
+                tensor.requires_grad_()
         self._stand_ins.append((tensor, storage, name))
         return tensor, parameter
 
