@@ -84,7 +84,7 @@ def guarded(
         found: what `differences` returned.
         numbers: what reading some of them returns instead.
     """
-    classes = {module: type(module) for module in found}
+    classes: dict[nn.Module, Any] = {module: type(module) for module in found}
     try:
         for module, kind in classes.items():
             refused, own = found[module], numbers.get(module)
