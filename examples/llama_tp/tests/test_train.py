@@ -58,14 +58,16 @@ def test_one_device_has_the_losses_of_eager_torch(
 
 @pytest.mark.exhaustive  # test_weights.py compares a run on a mesh that is found, too
 @pytest.mark.usefixtures("finding_a_mesh")
+@pytest.mark.parametrize("scan", [False, True])
 def test_a_mesh_that_is_found_has_the_losses_of_eager_torch(
     cache_dir: str,
     expected: Any,
     num_devices: int,
     capsys: pytest.CaptureFixture[str],
+    scan: bool,
 ) -> None:
     with spmd.strict():
-        report = run(smoke(cache_dir, mesh="auto"))
+        report = run(smoke(cache_dir, mesh="auto", scan=scan))
     check_equal(report, expected)
     assert report.num_devices == math.prod(report.mesh.values()) == num_devices
     assert report.compiles == 2  # of captured steps, and of the evaluation

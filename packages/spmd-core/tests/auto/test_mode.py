@@ -28,9 +28,9 @@ def _without_compilation(monkeypatch):
     monkeypatch.setattr(mode, "_MOST_COMPILED", 0)
 
 
-def num_steps():
-    """How many programs with products ran, and how often."""
-    return [x.executions for x in spmd.metrics.programs() if x.num_ops > 60 and x.executions]
+def num_steps(least_ops=60):
+    """How many programs with products, and so with many operations, ran, and how often."""
+    return [x.executions for x in spmd.metrics.programs() if x.num_ops > least_ops and x.executions]
 
 
 @pytest.mark.one_device
@@ -48,6 +48,38 @@ def test_a_loop_runs_one_program_with_shardings_that_are_found(fused):
     assert seen == pytest.approx(expected, **CLOSE)
     assert num_steps() == [3]
     assert all(p.sharding is not None for p in model.parameters())
+
+
+class Scaled(nn.Linear):
+    """A linear layer whose result is scaled by a learned number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * super().forward(x)
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("marks", [False, True])
+def test_layers_that_run_as_a_loop_have_one_program(marks):
+    """Its stacks of numbers, the layers' and the optimizer's, are no tensors that are split."""
+    model, batch = words(vocabulary=64, width=32, inner=64, batch=16)
+    model.blocks = nn.Sequential(*(nn.Sequential(Scaled(32), nn.GELU()) for _ in range(3)))
+    expected = losses(training(copy.deepcopy(model), fused=True).step, batch)
+    count = spmd.global_runtime_device_count()
+    mesh = spmd.Mesh(range(count), (count,), ("all",))
+    spmd.use_spmd(auto=True, mesh=mesh)
+    spmd.scan_model(model.to("xla"))
+    for layer in model.blocks if marks else ():
+        spmd.mark_sharding(layer[0].weight, mesh, (None, "all"))
+    own = training(model, fused=True)
+    assert losses(own.step, [x.to("xla") for x in batch]) == pytest.approx(expected, **CLOSE)
+    assert num_steps(least_ops=30) == [3]
+    assert all(p.sharding is not None for p in model.parameters() if p.dim())
+    if marks:
+        assert {layer[0].weight.partition_spec for layer in model.blocks} == {(None, "all")}
 
 
 def test_evaluation_and_a_smaller_batch_keep_the_shardings():

@@ -36,6 +36,8 @@ class Shardings:
             gradient of a parameter.
         reads: the operands that are marked where they are read, by the positions of the recorded
             nodes and of their operands, with shardings: parameters that are gathered.
+        unmarked: the graph inputs that lie whole without a mark, besides tensors without dims:
+            stacks of such tensors.
     """
 
     mesh: Mesh
@@ -45,11 +47,15 @@ class Shardings:
     in_loops: tuple[tuple[Place, Sharding, bool], ...] = ()
     reads: tuple[tuple[int, int, Sharding], ...] = ()
     summed_over: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    unmarked: frozenset[int] = frozenset()
 
     def placements(self) -> list[Placement]:
         """Where each graph input lies."""
         whole = Placement.of(replicated(self.mesh.ids), None)
-        return [marked_placement(s) if s.ndim else whole for s in self.leaves]
+        return [
+            marked_placement(sharding) if sharding.ndim and i not in self.unmarked else whole
+            for i, sharding in enumerate(self.leaves)
+        ]
 
     def without_results(self) -> "Shardings":
         """These, with marks of gradients alone."""
@@ -119,6 +125,7 @@ def shardings(
         tuple(sorted((places[t], x, t in gradients) for t, x in marks.items() if t in places)),
         reads,
         tuple(sorted((t, axes) for t, axes in over.items() if axes and t not in places)),
+        groups.step.stacks_of_numbers,
     )
 
 

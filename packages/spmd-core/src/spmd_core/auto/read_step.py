@@ -8,7 +8,7 @@ device splits by rows.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from spmd_core.auto import region_rules, sorted_rules
 from spmd_core.auto.step_graph import (
@@ -17,10 +17,11 @@ from spmd_core.auto.step_graph import (
     Place,
     StepGraph,
     Tensor,
+    is_loop,
     mark_of,
     updated,
 )
-from spmd_core.graph.subgraphs import SCAN, ControlEntry
+from spmd_core.graph.subgraphs import ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.ops.kernels.traits import PERMUTED, SAME
@@ -35,11 +36,6 @@ from spmd_core.source_lines import Origin
 def read_step(recorded: RecordedGraph) -> StepGraph:
     """The step of a recorded graph. Lowers each distinct operation once, about 6 ms each."""
     return _Reader(recorded).read()
-
-
-def is_loop(entry: Entry) -> TypeGuard[ControlEntry]:
-    """Whether an operation is a loop whose body a search reads."""
-    return entry.name == SCAN
 
 
 class _Reader:

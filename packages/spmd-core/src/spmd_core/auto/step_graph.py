@@ -8,8 +8,10 @@ is.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
-from spmd_core.graph.stacks import stacked_sharding
+from spmd_core.graph.stacks import UnstackEntry, stacked_sharding
+from spmd_core.graph.subgraphs import SCAN, ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.dim_rules import DimRule, Dims
@@ -175,6 +177,20 @@ class StepGraph:
         return any(x is not None and x.phase is Phase.RECOMPUTATION for x in origins)
 
     @cached_property
+    def stacks_of_numbers(self) -> frozenset[int]:
+        """The leaves that are stacks of tensors without dims, such as counters of steps."""
+        found: set[int] = set()
+        for node in self.recorded.nodes:
+            if isinstance(node.entry, UnstackEntry) and not node.entry.outs[0].shape:
+                found.update(node.inputs)
+            elif is_loop(node.entry):
+                (body,) = node.entry.subgraphs
+                found.update(
+                    node.inputs[i] for i in node.entry.stacked if not body.parameters[i].shape
+                )
+        return frozenset(-number - 1 for number in found if number < 0)
+
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor, the operations that read it."""
         found: list[list[int]] = [[] for _ in self.tensors]
@@ -191,6 +207,11 @@ class StepGraph:
             for t, _ in operation.results:
                 found[t] = i
         return tuple(found)
+
+
+def is_loop(entry: Entry) -> TypeGuard[ControlEntry]:
+    """Whether an operation is a loop whose body a search reads."""
+    return entry.name == SCAN
 
 
 def mark_of(leaf: Leaf) -> Sharding | None:

@@ -24,6 +24,7 @@ from spmd_core.graph.stacks import (
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import OpResult, Spec, Value
 from spmd_core.marks.marking import mark
+from spmd_core.program import automatic
 from spmd_core.recording.calls import record_own
 from spmd_core.recording.functions import inside
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -54,9 +55,21 @@ def stacked(tensors: Sequence[torch.Tensor], what: str = "a tensor of layers") -
                 "Mark this tensor in all layers alike."
             )
     result: XLAShardedTensor = _Stack.apply(*given)
-    if first is not None:
+    if first is not None and not _is_searched_input(given):
         mark(result, stacked_sharding(first))
     return result
+
+
+def _is_searched_input(rows: Sequence[XLAShardedTensor]) -> bool:
+    """Whether a stack of these will be an input of a program that automatic sharding searches.
+
+    Such an input lies as its rows do, and the search marks what it splits inside of the program. A
+    mark in the steps after the search alone would make another program of them.
+    """
+    if automatic.search is None:
+        return False
+    with lock:
+        return all(read(row._handle).data is not None for row in rows)
 
 
 def rows_of(stack: torch.Tensor) -> tuple[XLAShardedTensor, ...]:
