@@ -35,6 +35,12 @@ FAULTS = (
         "    pass\n",
     ),
     Fault(
+        "spmd_core/auto/marked_graph.py",
+        "stacks of numbers are marked, which their rows cannot be",
+        "if sharding.ndim and i not in self.unmarked else whole",
+        "if sharding.ndim else whole",
+    ),
+    Fault(
         "spmd_core/auto/read_step.py",
         "the body of a loop counts once in automatic sharding, however often it runs",
         "self._node(entry, given, values[first:], (*place, i), times * steps, line)",
