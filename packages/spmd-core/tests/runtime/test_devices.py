@@ -1,6 +1,8 @@
-"""XLA's flags at the start of the devices."""
+"""runtime/devices.py: XLA's flags and threads at the start of the devices."""
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,3 +29,36 @@ def test_the_process_has_them():
     devices.all_devices()
     flags = os.environ.get("XLA_FLAGS", "")
     assert devices.with_positional_shardings(flags, devices.jaxlib.__version__) == flags
+
+
+@pytest.mark.parametrize(
+    ("emulated", "environment", "expected"),
+    [
+        (40, {}, "80"),
+        (-1, {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=50"}, "100"),
+        (1, {}, None),  # no collectives
+        (-1, {"XLA_FLAGS": ""}, None),
+        (40, {"NPROC": "3"}, None),
+        (40, {"PJRT_NPROC": "3"}, "3"),
+    ],
+)
+def test_emulated_devices_get_threads_for_two_collectives_each(
+    emulated, environment, expected, monkeypatch
+):
+    for name in devices._THREADS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices.os, "cpu_count", lambda: 2)
+    jax = SimpleNamespace(config=SimpleNamespace(values={"jax_num_cpu_devices": emulated}))
+    monkeypatch.setattr(devices, "jax", jax)
+    with devices._enough_threads():
+        assert os.environ.get("PJRT_NPROC") == expected
+    assert os.environ.get("PJRT_NPROC") == environment.get("PJRT_NPROC")
+
+
+def test_the_process_has_these_threads():
+    count = len(devices.all_devices())
+    if not Path("/proc/self/task").is_dir() or any(name in os.environ for name in devices._THREADS):
+        pytest.skip("the threads of this process are not counted, or their number is given")
+    assert len(list(Path("/proc/self/task").iterdir())) >= (2 * count if count > 1 else 1)

@@ -5,6 +5,7 @@ The devices start with the first call that needs them.
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ _LIBTPU = {
     "TPU_ACCELERATOR_TYPE": "v4-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+
+
+# Read by XLA's CPU client, the first one before the second: how many threads its pools have.
+_THREADS = "PJRT_NPROC", "NPROC"
+# How many collectives of a device may wait for other devices at a time: one of a loop's body, and
+# one of what runs beside the loop.
+_COLLECTIVES_AT_ONCE = 2
 
 
 @dataclass
@@ -118,7 +126,7 @@ def _start() -> tuple[jax.Device, ...]:
     # platform: with libtpu that is TPU, also on hosts without one.
     is_named = bool(jax.config.values["jax_platforms"])
     try:
-        with contextlib.nullcontext() if is_named else libtpu_without_tpus():
+        with contextlib.nullcontext() if is_named else libtpu_without_tpus(), _enough_threads():
             found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
     except (RuntimeError, AssertionError) as error:  # jax asserts that it has found a platform
         asked = f"PJRT_DEVICE={wanted}" if wanted else "JAX_PLATFORMS, or the default of jax,"
@@ -152,6 +160,37 @@ def libtpu_without_tpus() -> Iterator[None]:
     finally:
         for key in added:
             os.environ.pop(key, None)
+
+
+@contextmanager
+def _enough_threads() -> Iterator[None]:
+    """Inside, XLA's client for emulated devices starts with a thread for each waiting collective.
+
+    By default its pool has a thread for each device, and each collective blocks one until all
+    devices have come to it. With two at a time all threads may wait for devices that have none left
+    to get there, and XLA aborts the process after a minute (docs/explanation/xla_errors.md). A
+    number in the environment stays as it is.
+    """
+    count = _num_emulated()
+    if count < 2 or any(name in os.environ for name in _THREADS):
+        yield
+        return
+    name = _THREADS[0]
+    os.environ[name] = str(max(_COLLECTIVES_AT_ONCE * count, os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def _num_emulated() -> int:
+    """The number of devices that will be emulated, if the platform is the CPU."""
+    count: int = jax.config.values["jax_num_cpu_devices"]
+    if count < 0:
+        flags = os.environ.get("XLA_FLAGS", "")
+        flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
+        count = 1 if flag is None else int(flag[1])
+    return count
 
 
 def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
