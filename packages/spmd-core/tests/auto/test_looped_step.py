@@ -9,14 +9,16 @@ import torch
 from auto_steps import chosen, losses, training, words
 
 import spmd_core as spmd
-from spmd_core.auto import looped_step
-from spmd_core.auto.candidates import Kind
+from spmd_core.auto import decide, looped_step
+from spmd_core.auto.candidates import Kind, candidates
+from spmd_core.auto.compiled import compiled
 from spmd_core.auto.looped_step import LoopedStep, _stacks
 from spmd_core.auto.machine import Machine
-from spmd_core.auto.marked_graph import marked
+from spmd_core.auto.marked_graph import marked, shardings
 from spmd_core.auto.measure import _copy
 from spmd_core.auto.propagated import propagated
 from spmd_core.auto.step_graph import updated
+from spmd_core.auto.tried import Tried
 from spmd_core.graph.placement import Placement
 from spmd_core.planner.topology import present
 from spmd_core.program import ir, pipeline, start
@@ -187,6 +189,31 @@ def test_a_step_has_the_loops_that_its_program_will_have(monkeypatch, kind, sett
         assert max(map(len, form.rows)) == DEPTH
     else:
         assert form.graph is graph
+
+
+@EIGHT
+@pytest.mark.parametrize("setting", ["auto", False])
+def test_a_candidate_sends_what_its_program_sends(monkeypatch, setting):
+    """With loops, which gather weights in forward and in backward; else once for both."""
+
+    def read(recorded, groups, found):
+        monkeypatch.setattr(spmd.config, "fold_layers", setting)
+        machine, loops = Machine.of(present().devices), LoopedStep(recorded.graph)
+        inputs = decide.inputs_of(groups, recorded.names)
+        made = candidates(groups, machine, inputs, mesh=mesh(), memory=None)
+        fsdp = next(x for x in made if x.kind is Kind.FSDP)
+        own = shardings(groups, fsdp.solution, mesh(), recorded.markable)
+        one = decide._Propagation(groups, machine, loops).of(Tried(fsdp, own), "step")
+        graph = loops.as_run(marked(recorded.graph, own)).graph
+        with decide._planned_on(present()):
+            ((_, plan),) = compiled(
+                [lambda: graph], present(), names=recorded.names, starting=lambda _: None
+            )
+        return one.sent, plan.costs.ici_bytes + plan.costs.dcn_bytes, graph.fold_layers
+
+    got, sent, has_loops = chosen(Kind.FSDP, mesh(), read, batch=BATCH, depth=DEPTH, fused=True)
+    assert has_loops == (setting == "auto")
+    assert got == pytest.approx(sent, rel=0.01)
 
 
 @EIGHT

@@ -245,13 +245,18 @@ class _Propagation:
 
     @functools.cached_property
     def has_loops(self) -> bool:
-        """Whether equal layers are propagated as loops."""
+        """Whether equal layers are propagated as loops, also where they run one by one."""
         return _has_loops(self._groups.step)
 
     def of(self, one: Tried, name: str) -> Tried:
-        """A candidate with what it sends by a program of this name. Raises MLIRError."""
+        """A candidate with what it sends by a program of this name. Raises MLIRError.
+
+        Where its layers will run as loops, they are loops here: each loop gathers the weights of a
+        layer anew, which layers one by one gather once for forward and backward.
+        """
         whole = marked(self._recorded, one.shardings)
-        graph = ir.Graph.of(self._loops.of(whole).graph if self.has_loops else whole)
+        form = self._loops.of if self.has_loops else self._loops.as_run
+        graph = ir.Graph.of(form(whole).graph)
         moved = propagated(lower(graph, Target.of(graph), name), self._machine)
         took = seconds(moved, self._machine)
         return replace(
