@@ -138,7 +138,7 @@ def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
             "propagated_s": one.propagated_s,
             "compiled_s": one.seconds,
             "measured_s": one.measured_s,
-            "modelled_bytes": one.candidate.solution.bytes,
+            "modelled_bytes": one.bytes,
             "compiled_bytes": one.program.peak_bytes,
             "modelled_sent": one.sent,
             "compiled_sent": one.program.costs.ici_bytes + one.program.costs.dcn_bytes,

@@ -59,15 +59,25 @@ func.func private @inner(
 }
 """
 GATHER = 'sdy.all_gather [{"y"}, {}] %a out_sharding=<@mesh, [{}, {}]> : tensor<16x8xf32>'
+ROWS = '{sdy.sharding = #sdy.sharding_per_value<[<@mesh, [{"y"}, {}]>]>}'
 BYTES = 16 * 8 * 4
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (f"%r = {GATHER}", [Moved("all-gather", False, 1, BYTES * 3 / 4)]),
+        (f"%r = {GATHER}", [Moved("all-gather", False, 1, BYTES * 3 / 4, BYTES)]),
         # XLA computes equal collectives of one value once.
-        (f"%q = {GATHER}\n  %r = {GATHER}", [Moved("all-gather", False, 1, BYTES * 3 / 4)]),
+        (
+            f"%q = {GATHER}\n  %r = {GATHER}",
+            [Moved("all-gather", False, 1, BYTES * 3 / 4, BYTES)],
+        ),
+        (  # a parameter that is cast, and what is computed from it
+            f"%u = stablehlo.convert %a {ROWS} : tensor<16x8xf32>\n"
+            f"  %v = stablehlo.tanh %u {ROWS} : tensor<16x8xf32>\n"
+            f"  %q = {GATHER.replace('%a', '%u')}\n  %r = {GATHER.replace('%a', '%v')}",
+            [Moved("all-gather", False, 2, 2 * BYTES * 3 / 4, BYTES)],
+        ),
         (
             '%r = sdy.all_reduce {"x"} %a out_sharding=<@mesh, [{"y"}, {}]> : tensor<16x8xf32>',
             [Moved("all-reduce", True, 1, 2 * BYTES / 4 / 2)],
@@ -75,7 +85,7 @@ BYTES = 16 * 8 * 4
         (  # the minor part of an axis
             '%r = sdy.all_gather [{"y":(2)2}, {}] %a out_sharding=<@mesh, [{"y":(1)2}, {}]>'
             " : tensor<16x8xf32>",
-            [Moved("all-gather", False, 1, BYTES / 2 / 2)],
+            [Moved("all-gather", False, 1, BYTES / 2 / 2, BYTES / 2)],
         ),
         (
             '%q = sdy.all_reduce {"x"} %a out_sharding=<@mesh, [{"y"}, {}]> : tensor<16x8xf32>\n'

@@ -264,6 +264,7 @@ class _Propagation:
             propagated_s=one.candidate.solution.work_s + took,
             expected_s=expected_s(self._groups, one, self._machine, took),
             sent=sum(x.bytes for x in moved),
+            kept_bytes=sum(x.kept for x in moved),
         )
 
     def needed_form(self, one: Tried) -> Tried:
@@ -302,7 +303,7 @@ def _by_propagation(
                 found.append(propagation.of(one, f"auto_{i}"))
             except MLIRError as error:
                 report(f"Shardy refuses candidate {i}: {str(error).splitlines()[0]}")
-    found.sort(key=lambda x: (x.propagated_s, x.candidate.solution.bytes))
+    found.sort(key=lambda x: (x.propagated_s, x.bytes))
     known = {x.candidate for x in found}
     return [*found, *(x for x in made if x.candidate not in known)]
 

@@ -47,6 +47,8 @@ _SENT: dict[str, Callable[[float, int], float]] = {
     "all-to-all": lambda result, n: result * (n - 1) / n,
     "collective-permute": lambda result, n: result,
 }
+# Operations whose result has the elements of their operand.
+_SAME_ELEMENTS = ("stablehlo.convert", "stablehlo.transpose", "stablehlo.reshape")
 # An axis, or a part of one, as Shardy and StableHLO write it.
 _AXIS = re.compile(r'"([^"]+)"(?:(?::|, sub_axis_info = )\(\d+\)(\d+))?')
 
@@ -60,12 +62,15 @@ class Moved:
         crosses: whether they communicate between slices.
         times: how many collectives run.
         bytes: what a device sends in all of them, by ring algorithms.
+        kept: the bytes on a device of what they gather of the program's inputs outside of loops:
+            parameters, which forward and backward read, so that they are there in between.
     """
 
     kind: str
     crosses: bool
     times: int
     bytes: float
+    kept: float = 0.0
 
 
 def propagated(lowered: Lowered, machine: Machine) -> tuple[Moved, ...]:
@@ -120,12 +125,16 @@ class _Reader:
             for f in module.body.operations
             if f.operation.name == "func.func"
         }
-        self._found: dict[tuple[str, bool], tuple[int, float]] = {}
+        self._found: dict[tuple[str, bool], tuple[int, float, float]] = {}
         self._seen: set[tuple[Any, str]] = set()
+        self._main = self._functions["main"].regions[0].blocks[0]
 
     def read(self) -> tuple[Moved, ...]:
-        self._block(self._functions["main"].regions[0].blocks[0], 1)
-        return tuple(Moved(*key, *sums) for key, sums in sorted(self._found.items()))
+        self._block(self._main, 1)
+        return tuple(
+            Moved(kind, crosses, times, sent, kept)
+            for (kind, crosses), (times, sent, kept) in sorted(self._found.items())
+        )
 
     def _block(self, block: Any, times: int) -> None:
         for view in block.operations:
@@ -156,7 +165,9 @@ class _Reader:
         self._seen.add(same)
         if kind == "all-reduce" and self._is_sliced(operation, axes):
             kind, result = "reduce-scatter", result / size
-        self._add(kind, any(self._crossing[a] for a, _ in axes), times, _SENT[kind](result, size))
+        is_kept = kind == "all-gather" and times == 1 and self._is_input(operation.operands[0])
+        crosses = any(self._crossing[a] for a, _ in axes)
+        self._add(kind, crosses, times, _SENT[kind](result, size), result if is_kept else 0.0)
 
     def _written(self, operation: Any, times: int) -> None:
         """A collective that the program has, in a manual region, between parts of tensors."""
@@ -174,9 +185,18 @@ class _Reader:
             size, crosses = groups.shape[1], bool((members != members[:, :1]).any())
         self._add(kind, crosses, times, _SENT[kind](result, size))
 
-    def _add(self, kind: str, crosses: bool, times: int, sent: float) -> None:
-        count, total = self._found.get((kind, crosses), (0, 0.0))
-        self._found[kind, crosses] = (count + times, total + times * sent)
+    def _add(self, kind: str, crosses: bool, times: int, sent: float, kept: float = 0.0) -> None:
+        count, total, before = self._found.get((kind, crosses), (0, 0.0, 0.0))
+        self._found[kind, crosses] = (count + times, total + times * sent, before + kept)
+
+    def _is_input(self, value: Any) -> bool:
+        """Whether a value is an input of the program, or one that is cast or laid out anew."""
+        owner = value.owner
+        while not isinstance(owner, _ir.Block):
+            if owner.name not in _SAME_ELEMENTS:
+                return False
+            owner = owner.operands[0].owner
+        return bool(owner == self._main)
 
     def _is_sliced(self, operation: Any, axes: list[tuple[str, int]]) -> bool:
         """Whether all readers slice the result along the axes over which it is summed."""

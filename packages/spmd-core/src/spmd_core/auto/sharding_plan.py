@@ -112,7 +112,7 @@ class ShardingPlan:
                     _ms(solution.seconds),
                     _ms(one.propagated_s),
                     compiled,
-                    f"{solution.bytes / 1e6:,.1f} MB",
+                    f"{one.bytes / 1e6:,.1f} MB",
                     peak,
                 )
             )

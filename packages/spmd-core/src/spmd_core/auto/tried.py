@@ -25,6 +25,8 @@ class Tried:
         expected_s: the modelled time that its compiled program is expected to have (`expected`);
             None if its collectives were not propagated.
         sent: the bytes that a device sends, by propagation, else by the model; 0 without either.
+        kept_bytes: of parameters that a device gathers and keeps from forward to backward, by
+            propagation; 0 without it.
         refusal: the compiler's words for a program that does not fit.
         measured_s: the seconds that the program took on the devices; None if it did not run.
     """
@@ -36,8 +38,14 @@ class Tried:
     propagated_s: float | None = None
     expected_s: float | None = None
     sent: float = 0.0
+    kept_bytes: float = 0.0
     refusal: str = ""
     measured_s: float | None = None
+
+    @property
+    def bytes(self) -> float:
+        """The modelled bytes of a device at the peak of memory."""
+        return self.candidate.solution.bytes + self.kept_bytes
 
 
 @dataclass
