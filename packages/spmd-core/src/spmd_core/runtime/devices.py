@@ -176,11 +176,16 @@ def _enough_threads() -> Iterator[None]:
         yield
         return
     name = _THREADS[0]
-    os.environ[name] = str(max(_COLLECTIVES_AT_ONCE * count, os.cpu_count() or 1))
+    os.environ[name] = str(max(_COLLECTIVES_AT_ONCE * count, _num_cores()))
     try:
         yield
     finally:
         os.environ.pop(name, None)
+
+
+def _num_cores() -> int:
+    """The number of cores that this process may use, as many as XLA starts threads by default."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_emulated() -> int:
