@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from auto_steps import losses, pictures, training, words
+from auto_steps import Words, losses, pictures, training, words
 from tiers import exhaustive
 from torch import nn
 
@@ -80,6 +80,58 @@ def test_layers_that_run_as_a_loop_have_one_program(marks):
     assert all(p.sharding is not None for p in model.parameters() if p.dim())
     if marks:
         assert {layer[0].weight.partition_spec for layer in model.blocks} == {(None, "all")}
+
+
+@pytest.fixture
+def finds_fsdp(monkeypatch):
+    """The shardings that split the batch and the parameters are those that are found."""
+    plain = mode.searched
+
+    def reordered(*args, **options):
+        found = plain(*args, **options)
+        return sorted(found, key=lambda x: x.candidate.kind is not Kind.FSDP)
+
+    monkeypatch.setattr(mode, "searched", reordered)
+
+
+@pytest.mark.usefixtures("nothing_pending", "finds_fsdp")
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_equal_layers_become_loops_where_found_shardings_gather_their_weights(is_drawn):
+    count = spmd.global_runtime_device_count()
+    if count == 1:
+        pytest.skip("one device gathers nothing")
+    mesh = spmd.Mesh(range(count), (count,), ("all",))
+    inner = 640 if is_drawn else 512  # else both would have one program
+    eager, batch = words(vocabulary=64, width=128, inner=inner, depth=6, batch=16)
+
+    def drawn():
+        torch.manual_seed(3)
+        with torch.device("xla"):
+            return Words(64, 128, inner, 6)
+
+    if is_drawn:
+        spmd.use_spmd()
+        eager.load_state_dict({name: x.cpu() for name, x in drawn().state_dict().items()})
+    spmd.use_spmd(auto=True, mesh=mesh)
+    model = drawn() if is_drawn else copy.deepcopy(eager).to("xla")
+    spmd.sync()
+    other, own = (training(x, fused=True, eps=1e-3) for x in (eager, model))
+    for size in (16, 16, 8, 16):  # the third one is another program, which finds the stacks
+        part = [x[:size] for x in batch]
+        found = own.step(*(x.to("xla") for x in part))
+        spmd.sync()
+        assert found.item() == pytest.approx(other.step(*part).item(), **CLOSE)
+    steps = [x for x in spmd.metrics.programs() if x.num_ops > 60 and x.executions]
+    assert sorted(x.executions for x in steps) == [1, 3]
+    for program in steps:
+        assert [n for n, _ in program.loops] == [6, 6]  # of the forward, and of the backward
+        assert program.alias_bytes > 0.99 * program.argument_bytes  # stacks are updated in place
+    weights = [x.weight for block in model.blocks for x in (block.up, block.down)]
+    assert not any(p.sharding.is_replicated for p in weights)
+    with torch.no_grad():
+        seen, expected = model(batch[0].to("xla")).cpu(), eager(batch[0])
+    close = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=close)
 
 
 def test_evaluation_and_a_smaller_batch_keep_the_shardings():

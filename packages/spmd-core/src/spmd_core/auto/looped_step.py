@@ -71,10 +71,7 @@ class LoopedStep:
 
     def as_run(self, marked: RecordedGraph) -> Looped:
         """The step with loops if its program will have them once its tensors are marked so."""
-        # A step that was recorded with loops has its stacks already.
-        if self._recorded.fold_layers:
-            return _as_it_is(marked)
-        has_loops = self._runs_loops or folding.folds_layers(marked.leaves)
+        has_loops = self._runs_loops or folding.folds_placed(marked.leaves)
         return self.of(marked) if has_loops else _as_it_is(marked)
 
 

@@ -12,6 +12,7 @@ from spmd_core.auto.candidates import Kind
 from spmd_core.auto.groups import group
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.marked_graph import Shardings, marked, positions
+from spmd_core.auto.planned_shardings import of_same_program
 from spmd_core.auto.read_step import read_step
 from spmd_core.auto.recorded_step import RecordedStep, why_not
 from spmd_core.auto.searches import searched
@@ -25,7 +26,7 @@ from spmd_core.graph.values import Value
 from spmd_core.metrics.flops import entry_flops
 from spmd_core.planner.planned import FoundShardings
 from spmd_core.planner.topology import Topology, present
-from spmd_core.program import automatic, leaves, planning, tensor_names
+from spmd_core.program import automatic, folding, leaves, planning, tensor_names
 from spmd_core.program.cut_guard import this_thread
 from spmd_core.program.planning import CutPlan, collect
 from spmd_core.program.program_graph import RecordedGraph
@@ -53,6 +54,7 @@ class Automatic:
             search.
         topology: the devices of the plan for which this was turned on; None for programs that run.
         found: of such a plan, what each search has found.
+        folds_layers: whether repeated layers become loops, by the shardings of the first search.
     """
 
     def __init__(
@@ -63,13 +65,20 @@ class Automatic:
     ) -> None:
         self.mesh, self.topology = mesh, topology
         self.found: list[FoundShardings] = [] if found is None else found
+        self.folds_layers = False
+        # What searches have found, by the programs that they read, with layers one by one; and for
+        # programs that run, whose layers may lie in stacks.
         self._known: dict[Hashable, Shardings | None] = {}
+        self._of_plans: dict[Hashable, Shardings | None] = {}
         self._warned: set[str] = set()
         self._kind: Kind | None = None  # of the first search's candidate
         self._draws: WaitingDraws | None = WaitingDraws()  # until the first search
 
     def __call__(
-        self, plan: Callable[[], CutPlan], complete: Callable[[CutPlan], CutPlan]
+        self,
+        plan: Callable[[], CutPlan],
+        complete: Callable[[CutPlan], CutPlan],
+        one_by_one: Callable[[], CutPlan],
     ) -> CutPlan:
         """The plan that `plan()` makes, with the shardings of a search (see `automatic.Search`)."""
         planned = plan()
@@ -80,20 +89,35 @@ class Automatic:
             if any(entry_flops(node.entry) for node in planned.nodes):
                 self._warn(refused)
             return planned
-        if _key(planned) not in self._known:
+        if _key(planned) not in self._of_plans:
             planned = complete(planned)
         key = _key(planned)
-        if key in self._known:
-            found = self._known[key]
+        if key in self._of_plans:
+            found = self._of_plans[key]
         else:
+            found = self._found(one_by_one)
+            if found is not None:
+                planned = complete(plan())
+                found = of_same_program(found, one_by_one(), planned)
+            if self._draws is None:  # else this plan is not run, and has no stacks yet
+                _keep(self._of_plans, _key(planned), found)
+        return planned if found is None else sharded(planned, found)
+
+    def _found(self, one_by_one: Callable[[], CutPlan]) -> Shardings | None:
+        """The shardings of a program, whose tensors are marked then; None if it stays as it is.
+
+        Args:
+            one_by_one: makes its plan with layers one by one.
+        """
+        planned = one_by_one()
+        key = _key(planned)
+        if key not in self._known:
             found = self._search(planned)
             if found is not None:
                 _mark(planned, found)
-                planned = complete(plan())
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.pop(next(iter(self._known)))
-            self._known[_key(planned)] = found
-        return planned if found is None else sharded(planned, found)
+                key = _key(one_by_one())
+            _keep(self._known, key, found)
+        return self._known[key]
 
     def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
         """See `automatic.Search`: draws before the first search wait for it."""
@@ -131,7 +155,7 @@ class Automatic:
 
     def _search(self, planned: CutPlan) -> Shardings | None:
         """The shardings of a new program; None if it stays as it is."""
-        graph = planned.graph()
+        graph = replace(planned.graph(), fold_layers=False)  # candidates decide (`LoopedStep`)
         if not any(entry_flops(node.entry) for node in graph.nodes):
             return None
         _log.info("searching shardings for %s", planned.name)
@@ -152,6 +176,7 @@ class Automatic:
         )
         if is_first:
             self._kind = tried[0].candidate.kind
+            self.folds_layers = folding.folds_placed(marked(graph, tried[0].shardings).leaves)
         else:
             tried = sorted(tried, key=lambda x: x.candidate.kind is not self._kind)
         self.mesh = tried[0].shardings.mesh
@@ -190,6 +215,13 @@ def _key(planned: CutPlan) -> Hashable:
         for leaf, owner in zip(planned.leaves, owners)
     )
     return planned.key.structure, tuple(marks)
+
+
+def _keep(known: dict[Hashable, Shardings | None], key: Hashable, found: Shardings | None) -> None:
+    """Keeps what was found, and of too many programs the later ones."""
+    if len(known) >= _MOST_KNOWN:
+        known.pop(next(iter(known)))
+    known[key] = found
 
 
 def _mark(planned: CutPlan, found: Shardings) -> None:

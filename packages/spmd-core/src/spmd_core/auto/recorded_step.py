@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -179,7 +179,7 @@ def _recorded(live: list[Storage], seen: _Seen) -> RecordedStep:
     with lock:
         planned = planning.plan(live, one_by_one=True)
     _require_whole(planned)
-    graph = planned.graph()
+    graph = replace(planned.graph(), fold_layers=False)  # candidates decide (`LoopedStep`)
     first, count = {}, len(graph.leaves)
     for node in planned.nodes:
         first[node] = count

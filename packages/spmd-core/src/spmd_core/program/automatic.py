@@ -12,14 +12,28 @@ Plan = TypeVar("Plan")
 
 
 class Search(Protocol):
-    """Automatic sharding while it is on."""
+    """Automatic sharding while it is on.
 
-    def __call__(self, planned: Callable[[], Any], complete: Callable[[Any], Any], /) -> Any:
+    Attributes:
+        folds_layers: whether repeated layers become loops with the shardings that were found; not
+            before the first search.
+    """
+
+    folds_layers: bool
+
+    def __call__(
+        self,
+        planned: Callable[[], Any],
+        complete: Callable[[Any], Any],
+        one_by_one: Callable[[], Any],
+        /,
+    ) -> Any:
         """The plan of a cut (`planning.CutPlan`).
 
         Args:
             planned: makes it, again after tensors were marked.
             complete: makes that of a new program from it, with all stacks.
+            one_by_one: makes it with layers one by one, as they were recorded, to be searched.
         """
 
     def ready(self, live: list[Storage], wanted: Storage | None) -> list[Storage]:
@@ -38,11 +52,15 @@ class Search(Protocol):
 search: Search | None = None
 
 
-def searched(planned: Callable[[], Plan], complete: Callable[[Plan], Plan]) -> Plan:
+def searched(
+    planned: Callable[[], Plan],
+    complete: Callable[[Plan], Plan],
+    one_by_one: Callable[[], Plan],
+) -> Plan:
     """A plan, with the shardings that automatic sharding finds, if it is on (see `Search`)."""
     if search is None:
         return planned()
-    made: Plan = search(planned, complete)
+    made: Plan = search(planned, complete, one_by_one)
     return made
 
 

@@ -54,10 +54,15 @@ def choice(platform: str) -> Choice:
 
 def folds_layers(leaves: Sequence[Value | Leaf]) -> bool:
     """Whether repeated layers become loops in a program that is recorded now, with these inputs."""
+    if config.fold_layers == "auto" and automatic.search is not None:
+        return automatic.search.folds_layers
+    return folds_placed(leaves)
+
+
+def folds_placed(leaves: Sequence[Value | Leaf]) -> bool:
+    """Whether repeated layers become loops in a program whose inputs lie as these do."""
     if config.fold_layers != "auto":
         return bool(config.fold_layers)
-    if automatic.search is not None:
-        return False  # its first step has no shardings yet, and later ones run the same program
     return choice(devices.platform()).folds_gathered and gathers_weights(leaves)
 
 

@@ -1,5 +1,6 @@
 """Plans a cut: the program for pending storages, its inputs, and the buffers it is donated."""
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -149,7 +150,6 @@ def plan(
             there is such a program; it remembers the cut. None: no such program is sought.
         one_by_one: whether layers stay one by one, whatever `config.fold_layers` says.
     """
-    one_by_one |= automatic.search is not None  # it reads no loops that are found later
 
     def planned(groups: Sequence[Sequence[Value]] = (), **form: bool) -> CutPlan:
         form = {"is_folded": not one_by_one, **form}
@@ -171,7 +171,7 @@ def plan(
             made = planned(groups, stacks_small=not folds)
         return made
 
-    made = automatic.searched(planned, complete)
+    made = automatic.searched(planned, complete, functools.partial(planned, is_folded=False))
     if made.rewrite is not None:
         return made
     asked, folds = None, made.key.fold_layers and not one_by_one
