@@ -68,11 +68,16 @@ class Searched:
 class _Chosen:
     """Gives a program the shardings of one of its candidates; `automatic.search` meanwhile."""
 
+    folds_layers = False
+
     def __init__(self, mesh: Mesh, rng: random.Random) -> None:
         self._mesh, self._rng = mesh, rng
 
     def __call__(
-        self, plan: Callable[[], CutPlan], complete: Callable[[CutPlan], CutPlan]
+        self,
+        plan: Callable[[], CutPlan],
+        complete: Callable[[CutPlan], CutPlan],
+        one_by_one: Callable[[], CutPlan],
     ) -> CutPlan:
         planned = complete(plan())
         groups = group(read_step(planned.graph()))
