@@ -40,7 +40,8 @@ def test_programs_run_on_copies(steps_before):
     before = [p.detach().cpu().clone() for p in model.parameters()]
     plan = spmd.auto_shard(own.step, *inputs, mesh=mesh_of(), candidates=2, objective="measured")
     times = [x.measured_s for x in plan.tried if x.measured_s is not None]
-    assert 1 <= len(times) <= 2 and min(times) > 0 and times == sorted(times)
+    assert 1 <= len(times) <= 2 and min(times) > 0
+    assert times[0] <= measure._CLOSE_AS_MEASURED * min(times)
     assert [x.measured_s for x in plan.tried[: len(times)]] == times
     title, row = plan.table().splitlines()[-len(plan.tried) - 1 :][:2]
     assert title.endswith("measured") and row.endswith(f"{times[0] * 1e3:,.2f} ms")
@@ -111,17 +112,25 @@ def several():
         pytest.skip("one device has one candidate")
 
 
-@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("times", [(1.03, 1.0), (1.0, 2.0)])
 def test_the_least_time_decides(chosen_times, times):
     several()
     chosen_times(*times)
     model, batch = words()
     _, _, plan = searched(model, batch)
     first, second = plan.tried[:2]
-    assert (first.measured_s, second.measured_s) == (1.0, 2.0)
+    assert (first.measured_s, second.measured_s) == tuple(sorted(times))
     assert (first.seconds <= second.seconds) == (times[0] == 1.0)
     spec = next(x.spec for x in plan.parameters if x.name.endswith("table.weight"))
     assert model.table.weight.partition_spec == spec
+
+
+def test_the_compiled_figures_decide_among_those_that_are_as_fast(chosen_times):
+    several()
+    chosen_times(1.01, 1.0)  # the first one is the better one as compiled
+    _, _, plan = searched(*words())
+    assert [x.measured_s for x in plan.tried[:2]] == [1.01, 1.0]
+    assert plan.tried[0].seconds < plan.tried[1].seconds
 
 
 @pytest.mark.parametrize(("slower", "turns"), [(1.6, 1), (1.2, 4), (1.05, 8), (1.01, 12)])

@@ -40,6 +40,9 @@ _RUNS = 3
 _TURNS, _CLOSE = 12, ((1, 1.5), (4, 1.08), (8, 1.04))
 # After four turns none begins that much later.
 _MOST_S = 60
+# Times that differ by no more, relatively, are the same: they were seen in another order where the
+# programs ran in processes of their own.
+_CLOSE_AS_MEASURED = 1.02
 # The threads of a CPU device spin for a while after their work, on the cores of the next program.
 _SETTLE_S = 0.1
 
@@ -53,6 +56,8 @@ def measured(
     report: Callable[[str], None],
 ) -> list[Tried]:
     """The candidates with the seconds that their programs take, the fastest one first.
+
+    Among those that are as fast, by what can be measured, the compiled figures decide.
 
     Only those that were compiled and fit are run. Devices have room for the inputs of one program
     beside those of the user. Under several processes a collective call: all of them run the
@@ -122,8 +127,20 @@ def measured(
         replace(x, measured_s=seconds.get(i), refusal=refusals.get(i, x.refusal))
         for i, x in enumerate(tried)
     ]
-    # Without a time, in the order that they have.
-    return sorted(found, key=lambda x: float("inf") if x.measured_s is None else x.measured_s)
+    most = _CLOSE_AS_MEASURED * min(seconds.values())
+    return sorted(found, key=lambda x: _rank(x, most))
+
+
+def _rank(one: Tried, most: float) -> tuple[int, float]:
+    """By what a candidate is compared; those without a time stay in the order that they have.
+
+    Args:
+        one: the candidate.
+        most: the seconds up to which candidates are as fast as the fastest one.
+    """
+    if one.measured_s is None:
+        return 2, 0.0
+    return (0, one.seconds or 0.0) if one.measured_s <= most else (1, one.measured_s)
 
 
 def _turn(program: Program, recorded: RecordedStep, form: Looped) -> list[float]:
