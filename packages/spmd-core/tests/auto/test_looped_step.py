@@ -37,6 +37,19 @@ def mesh():
 
 
 @EIGHT
+def test_candidates_have_stacks_where_a_setting_asks_for_loops(monkeypatch):
+    monkeypatch.setattr(spmd.config, "fold_layers", True)
+
+    def read(recorded, groups, found):
+        return LoopedStep(recorded.graph).as_run(marked(recorded.graph, found))
+
+    looped = chosen(Kind.FSDP, mesh(), read, depth=DEPTH, fused=True)
+    stacks = [rows for rows in looped.rows if len(rows) > 1]
+    assert looped.graph.fold_layers and {*map(len, stacks)} == {DEPTH}
+    assert len(stacks) == 4 * OF_A_BLOCK  # each parameter, its moments, and its number of steps
+
+
+@EIGHT
 @pytest.mark.parametrize("fused", [True, False])
 def test_loops_compute_what_eager_layers_do(fused):
     model, batch = words(vocabulary=512, width=256, inner=1024, depth=DEPTH, batch=BATCH)
