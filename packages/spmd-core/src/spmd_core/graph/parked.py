@@ -27,9 +27,9 @@ _free: list[int] = []
 # By the ids of their storages.
 # Guarded by: the graph lock. Cleared by: the end of the spots.
 _spots: "weakref.WeakValueDictionary[tuple[int, ...], Spot]" = weakref.WeakValueDictionary()
-# Those of all captured steps.
+# Those of all captured steps, by their ids.
 # Guarded by: the GIL. Cleared by: the end of the watchers.
-_watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
+_watchers: "weakref.WeakValueDictionary[int, Watcher]" = weakref.WeakValueDictionary()
 # (the storages, the stack, where it lies, `Value.checked`): gives the storages its rows as values.
 Restore = Callable[[Sequence[Storage], Any, Placement, Any], Any]
 
@@ -43,7 +43,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self.places: set[int] = set()
-        _watchers.add(self)
+        _watchers[id(self)] = self
 
 
 class _Newest:
@@ -138,8 +138,10 @@ class Spot:
 
     def tell(self) -> None:
         """Has all watchers hear of it."""
-        for watcher in [*_watchers]:
-            watcher.places.add(self.place)
+        # `valuerefs` copies at once: another thread may capture a step meanwhile.
+        for ref in _watchers.valuerefs():
+            if (watcher := ref()) is not None:
+                watcher.places.add(self.place)
 
 
 def is_parked(storage: Storage) -> bool:

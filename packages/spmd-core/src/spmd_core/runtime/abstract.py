@@ -36,7 +36,7 @@ class AbstractArray:
         self.shape, self.dtype, self.sharding = shape, np.dtype(dtype), sharding
         self._is_deleted = False
         if _run is not None:
-            _run.arrays.add(self)
+            _run.arrays[id(self)] = self
 
     def __repr__(self) -> str:
         return f"AbstractArray({self.dtype}{list(self.shape)}, {self.sharding})"
@@ -74,7 +74,7 @@ class Run:
         dump_folder: where compilers write what lies in memory.
         on_program: called with a program and its arguments, instead of running it.
         before_read: called before a read is refused; it may raise to end the plan.
-        arrays: all arrays that are alive.
+        arrays: all arrays that are alive, by their ids.
         programs: all programs, by their keys.
         texts: folders with the compiler's texts of programs, by what was compiled.
     """
@@ -82,7 +82,9 @@ class Run:
     dump_folder: Path
     on_program: Callable[[Any, Sequence[AbstractArray]], None]
     before_read: Callable[[], None]
-    arrays: "weakref.WeakSet[AbstractArray]" = field(default_factory=weakref.WeakSet)
+    arrays: "weakref.WeakValueDictionary[int, AbstractArray]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     programs: dict[Any, Any] = field(default_factory=dict)
     texts: dict[str, Path] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -90,9 +92,9 @@ class Run:
     def live_bytes(self, *, besides: Iterable[AbstractArray]) -> int:
         """Bytes on one device of the arrays that are alive, without those in `besides`."""
         left_out = {id(x) for x in besides}
-        return sum(
-            x.shard_bytes for x in self.arrays if not x.is_deleted() and id(x) not in left_out
-        )
+        # `valuerefs` copies at once: the threads of a loader make arrays meanwhile.
+        alive = [x for ref in self.arrays.valuerefs() if (x := ref()) is not None]
+        return sum(x.shard_bytes for x in alive if not x.is_deleted() and id(x) not in left_out)
 
     def compile_options(self) -> dict[str, str | bool]:
         """Options that make XLA write what lies in memory, each time into another folder."""
