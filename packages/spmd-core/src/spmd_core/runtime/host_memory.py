@@ -3,10 +3,13 @@
 XLA allocates the temporaries of a program anew in each run. glibc maps each allocation of more than
 32 MiB by itself and returns it to the kernel when it is freed, so each page is cleared and mapped
 again when the next run touches it. With larger thresholds, what one run frees serves the next one.
-The threads of the devices share one arena for it, unless other threads had arenas before: those
-consist of heaps of 64 MiB, which new threads then use, too. A heap is unmapped when all of it is
-free and the one before it has less room than the padding, so this is larger than a heap.
-`benchmarks/page_faults.py` measures all of it.
+Threads of XLA that run before then have arenas of their own, which others share that start later.
+These consist of heaps of 64 MiB. A heap is unmapped when all of it is free and the one before it
+has less room than the padding, so this is larger than a heap. A block of more than 64 MiB does not
+fit a heap and is still mapped anew in each run. One arena for all threads, from their start on,
+would keep it; but they would wait for each other whenever they allocate: programs compile, and
+programs with small blocks run, more slowly.
+`benchmarks/page_faults.py` measures what kept memory gains.
 """
 
 import ctypes
