@@ -46,6 +46,7 @@ import torch  # noqa: E402
 from state import reset  # noqa: E402
 
 import spmd_core as spmd  # noqa: E402
+from spmd_core.program import tensor_names  # noqa: E402
 
 spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
@@ -122,6 +123,16 @@ def old_objects_frozen(modules_run: Iterator[int]) -> None:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of tensors are looked for among what is not frozen: the objects of this module.
+
+    Each search and each program of a plan looks a few times, which takes a quarter of a second each
+    with all objects of a long run.
+    """
+    monkeypatch.setattr(tensor_names, "_objects", gc.get_objects)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What all recipes' tests share: a known peak, and runs on the devices of this process."""
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import spmd_core as spmd
 from spmd_core.auto import mode
 from spmd_core.metrics import Peak, utilisation
-from spmd_core.program import automatic, compile_cache, tensor_names
+from spmd_core.program import automatic, compile_cache
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,12 +17,6 @@ def known_peak_of_this_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utilisation, "measured_peak", lambda *_: Peak(1e10, "measured before"))
         yield
-
-
-@pytest.fixture(autouse=True)
-def objects_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans look for names among objects that are not frozen, as in the planner's own tests."""
-    monkeypatch.setattr(tensor_names, "_objects", gc.get_objects)
 
 
 @pytest.fixture

@@ -18,12 +18,6 @@ from spmd_core.runtime import in_flight
 EDGE = 1 << 25  # a product of two such sizes is petabytes, which no machine has
 
 
-@pytest.fixture
-def few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are looked for among this test's objects: among a long run's it takes a second."""
-    monkeypatch.setattr(tensor_names, "_objects", gc.get_objects)
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +44,6 @@ def entry(text: str, name: str) -> str:
     return " ".join(found.split())
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_names_layouts_and_what_a_split_would_take(num_devices: int) -> None:
     if num_devices < 4:
         pytest.skip("needs two axes")
@@ -90,7 +83,8 @@ def test_names_layouts_and_what_a_split_would_take(num_devices: int) -> None:
     spmd.sync()
 
 
-def test_names_of_what_is_exempt_from_garbage_collection() -> None:
+def test_names_of_what_is_exempt_from_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of `few_objects`
     layer = nn.Linear(3, 5, bias=False).to("xla")
     was_exempt = gc.get_freeze_count() > 0
     gc.freeze()
@@ -102,7 +96,6 @@ def test_names_of_what_is_exempt_from_garbage_collection() -> None:
             gc.unfreeze()
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_without_marks_and_lines() -> None:
     x = torch.ones(1024, 1024, device="xla")
     spmd.sync()
@@ -124,7 +117,6 @@ def test_without_marks_and_lines() -> None:
     del kept
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_memory_that_runs_out_while_programs_run() -> None:
     """The error is of the program that asked for it, also where a later one is read."""
     net = Net().to("xla")
@@ -151,7 +143,6 @@ def test_memory_that_runs_out_while_programs_run() -> None:
     assert small.sum().item() == 4
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_a_failure_that_nobody_knows_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(EDGE, device="xla")
     huge = x[:, None] * x[None, :]
