@@ -126,7 +126,7 @@ def test_nothing_fits():
     own = training(model.to("xla"))
     inputs = [x.to("xla") for x in batch]
     with pytest.raises(AutoShardingError, match=r"must fit the 20,000 bytes.*Take more devices"):
-        spmd.auto_shard(own.step, *inputs, memory=20_000, candidates=1)
+        spmd.auto_shard(own.step, *inputs, mesh=mesh_of(0), memory=20_000, candidates=1)
     assert all(p.sharding is None for p in model.parameters())
 
 
