@@ -92,7 +92,7 @@ def test_parameters_are_marked_whole_where_products_read_them():
         graph = marked(recorded.graph, found)
         entries = [node.entry for node in recorded.graph.nodes]
         of_new = positions(entries, len(recorded.graph.leaves), found)
-        for place, position, sharding in found.reads:
+        for ((place, position),), sharding in found.reads:
             (number,) = [
                 i for i, p in enumerate(of_new) if p == place and graph.nodes[i].entry is entries[p]
             ]
@@ -100,7 +100,7 @@ def test_parameters_are_marked_whole_where_products_read_them():
             before = graph.nodes[results[graph.nodes[number].inputs[position]][0]].entry
             assert before.sharding == sharding and before.name == MARK_SHARDING
             assert entry_flops(entries[place])
-        return len(of_new) == len(graph.nodes), {x.is_replicated for _, _, x in found.reads}
+        return len(of_new) == len(graph.nodes), {x.sharding.is_replicated for x in found.reads}
 
     assert chosen(Kind.FSDP, mesh, read) == (True, {True})
     # What is whole is not marked.

@@ -5,7 +5,7 @@ import functools
 import torch
 
 import spmd_core as spmd
-from spmd_core.auto.marked_graph import Shardings, marked
+from spmd_core.auto.marked_graph import Read, Shardings, marked
 from spmd_core.auto.planned_shardings import of_same_program
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.stacks import stacked_sharding
@@ -51,7 +51,7 @@ def test_marks_stay_with_their_operations_and_stacks_lie_as_their_rows(monkeypat
         tuple(leaves),
         tuple((t, (columns, rows)[t % 2]) for t in some),
         frozenset(t for t in some if t % 6 == 0),
-        reads=tuple((i, 1, rows) for i in products),
+        reads=tuple(Read(((i, 1),), rows) for i in products),
         summed_over=tuple((t, (0,)) for t in some if t % 12 == 0),
     )
     assert of_same_program(found, searched, searched) == found
@@ -62,7 +62,7 @@ def test_marks_stay_with_their_operations_and_stacks_lie_as_their_rows(monkeypat
         else:
             assert leaf is x._handle.value and sharding is rows
     number = {node: i for i, node in enumerate(planned.nodes)}
-    assert same.reads == tuple((number[searched.nodes[i]], 1, rows) for i in products)
+    assert same.reads == tuple(Read(((number[searched.nodes[i]], 1),), rows) for i in products)
     before = {node: sum(len(n.entry.outs) for n in planned.nodes[:i]) for node, i in number.items()}
     now = {t: len(planned.leaves) + before[node] for node, t in firsts.items()}
     assert same.marks == tuple((now[t], sharding) for t, sharding in found.marks)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from spmd_core.auto.costs import NONE
 from spmd_core.auto.groups import Groups
@@ -19,6 +20,19 @@ from spmd_core.program.regions import of_results
 from spmd_core.runtime.jax_sharding import jax_axis_names, replicated
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
+from spmd_core.source_lines import Phase
+
+
+class Read(NamedTuple):
+    """A tensor that is marked where it is read.
+
+    Attributes:
+        uses: who reads what the mark makes: positions of recorded nodes and of their operands.
+        sharding: of the mark.
+    """
+
+    uses: tuple[tuple[int, int], ...]
+    sharding: Sharding
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,7 @@ class Shardings:
             that split the batch; for others they follow from how the inputs are split.
         in_loops: marks inside of loops' bodies: where each is, its sharding, and whether it is of a
             gradient of a parameter.
-        reads: the operands that are marked where they are read, by the positions of the recorded
-            nodes and of their operands, with shardings: parameters that are gathered.
+        reads: what is marked where it is read: parameters and activations that are gathered.
         unmarked: the graph inputs that lie whole without a mark, besides tensors without dims:
             stacks of such tensors.
     """
@@ -45,7 +58,7 @@ class Shardings:
     marks: tuple[tuple[int, Sharding], ...]
     gradients: frozenset[int]
     in_loops: tuple[tuple[Place, Sharding, bool], ...] = ()
-    reads: tuple[tuple[int, int, Sharding], ...] = ()
+    reads: tuple[Read, ...] = ()
     summed_over: tuple[tuple[int, tuple[int, ...]], ...] = ()
     unmarked: frozenset[int] = frozenset()
 
@@ -105,7 +118,7 @@ def shardings(
         return sharding_of(groups, solution, mesh, tensor)
 
     leaves = [sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None]
-    reads: tuple[tuple[int, int, Sharding], ...] = ()
+    reads: tuple[Read, ...] = ()
     over: dict[int, tuple[int, ...]] = {}
     if markable is None:
         marks, gradients, over = _anywhere(groups, solution, sharding)
@@ -321,24 +334,25 @@ def _is_read_as_held(
     return True
 
 
-def _gathered(
-    groups: Groups, solution: Solution, mesh: Mesh
-) -> Iterator[tuple[int, int, Sharding]]:
-    """The parameters that products read in whole along an axis that splits them, as `reads`.
+def _gathered(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
+    """What products read whole along an axis that splits it: parameters, and activations.
 
     XLA's partitioner, which sees the layouts of operands and results alone, may gather activations
-    in their place.
+    in place of parameters. Activations that several products of the forward read, or several of the
+    backward, are gathered once for all of these; the partitioner gathers them for each.
     """
-    of_state = {groups.of_tensor[leaf] for leaf in groups.step.updated}
-    for i, operation in enumerate(groups.step.operations):
-        if not operation.flops or any(t in groups.step.places for t, _ in operation.results):
+    step = groups.step
+    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
+    uses: dict[tuple[int, Sharding, bool], list[tuple[int, int]]] = {}
+    for i, operation in enumerate(step.operations):
+        if not operation.flops or any(t in step.places for t, _ in operation.results):
             continue  # or inside of a loop
         own = groups.tie[groups.of_operation[i]]
         for t, position in operation.operands:
-            if groups.of_tensor[t] not in of_state or groups.step.tensors[t].manual is not None:
+            if step.tensors[t].manual is not None or t in step.places:
                 continue
             tie, is_gathered = groups.tie[groups.of_tensor[t]], False
-            spec: list[tuple[int, ...]] = [() for _ in groups.step.tensors[t].spec.shape]
+            spec: list[tuple[int, ...]] = [() for _ in step.tensors[t].spec.shape]
             for axis in solution.order[tie]:
                 choice = solution.choices[axis]
                 need = _dim_of(groups, i, choice[own], operation.rule.operands[position])
@@ -346,8 +360,16 @@ def _gathered(
                 is_gathered |= is_split and need is None
                 if need is not None:
                     spec[need] = (*spec[need], axis)
-            if is_gathered:
-                yield operation.node, position, Sharding.of(mesh, tuple(spec), len(spec))
+            if not is_gathered:
+                continue
+            sharding, use = Sharding.of(mesh, tuple(spec), len(spec)), (operation.node, position)
+            if groups.of_tensor[t] in of_state or operation.origin is None:
+                yield Read((use,), sharding)
+            else:
+                is_forward = operation.origin.phase is Phase.FORWARD
+                uses.setdefault((t, sharding, is_forward), []).append(use)
+    for (_, sharding, _), of_pass in uses.items():
+        yield Read(tuple(sorted(of_pass)), sharding)
 
 
 def _dim_of(
@@ -384,13 +406,16 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     number: dict[int, int] = {-i - 1: -i - 1 for i in range(num_leaves)}
     before = count = 0
     reads, specs = _by_node(found), [x for node in recorded.nodes for x in node.entry.outs]
+    read: dict[tuple[int, int], int] = {}
     for place, node in enumerate(recorded.nodes):
         inputs = [number[n] for n in node.inputs]
-        for position, sharding in reads.get(place, ()):
-            n = node.inputs[position]
+        for one in reads.get(place, ()):
+            n = node.inputs[one.uses[0][1]]
             spec = specs[n] if n >= 0 else leaves[-n - 1].spec
-            nodes.append(Node(mark(spec, sharding), (inputs[position],), node.origin))
-            inputs[position], count = count, count + 1
+            nodes.append(Node(mark(spec, one.sharding), (number[n],), node.origin))
+            read |= dict.fromkeys(one.uses, count)
+            count += 1
+        inputs = [read.get((place, i), n) for i, n in enumerate(inputs)]
         entry = with_marks(node.entry, in_loops.get(place, ()))
         nodes.append(Node(entry, tuple(inputs), node.origin))
         for i in range(len(node.entry.outs)):
@@ -421,11 +446,11 @@ def marked(recorded: RecordedGraph, found: Shardings) -> RecordedGraph:
     )
 
 
-def _by_node(found: Shardings) -> dict[int, list[tuple[int, Sharding]]]:
-    """The operands that are marked where they are read, by node."""
-    by_node: dict[int, list[tuple[int, Sharding]]] = {}
-    for place, position, sharding in found.reads:
-        by_node.setdefault(place, []).append((position, sharding))
+def _by_node(found: Shardings) -> dict[int, list[Read]]:
+    """The tensors that are marked where they are read, by the first node that reads them."""
+    by_node: dict[int, list[Read]] = {}
+    for read in found.reads:
+        by_node.setdefault(read.uses[0][0], []).append(read)
     return by_node
 
 

@@ -7,7 +7,7 @@ has stacks of their parameters as inputs and results. Its recorded operations ar
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from spmd_core.auto.marked_graph import Shardings
+from spmd_core.auto.marked_graph import Read, Shardings
 from spmd_core.graph.stacks import stacked_sharding
 from spmd_core.graph.values import Value
 from spmd_core.program.planning import CutPlan
@@ -47,7 +47,10 @@ def of_same_program(found: Shardings, searched: CutPlan, planned: CutPlan) -> Sh
         marks=tuple(sorted((tensor(t), x) for t, x in found.marks)),
         gradients=frozenset(map(tensor, found.gradients)),
         in_loops=tuple(sorted(in_loops)),
-        reads=tuple((node(place), position, x) for place, position, x in found.reads),
+        reads=tuple(
+            Read(tuple(sorted((node(place), i) for place, i in read.uses)), read.sharding)
+            for read in found.reads
+        ),
         summed_over=tuple(sorted((tensor(t), axes) for t, axes in found.summed_over)),
         unmarked=frozenset(i for i, rows in enumerate(after.leaves) if rows in unmarked),
     )
