@@ -48,7 +48,7 @@ class Shardings:
             that split the batch; for others they follow from how the inputs are split.
         in_loops: marks inside of loops' bodies: where each is, its sharding, and whether it is of a
             gradient of a parameter.
-        reads: what is marked where it is read: parameters and activations that are gathered.
+        reads: what is marked where it is read, in another layout than it has.
         unmarked: the graph inputs that lie whole without a mark, besides tensors without dims:
             stacks of such tensors.
     """
@@ -122,7 +122,7 @@ def shardings(
     over: dict[int, tuple[int, ...]] = {}
     if markable is None:
         marks, gradients, over = _anywhere(groups, solution, sharding)
-        reads = tuple(_gathered(groups, solution, mesh))
+        reads = tuple(_reads(groups, solution, mesh))
     else:
         for alike in markable.alike:
             ((most_common, _),) = Counter(leaves[i] for i in alike).most_common(1)
@@ -334,39 +334,41 @@ def _is_read_as_held(
     return True
 
 
-def _gathered(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
-    """What products read whole along an axis that splits it: parameters, and activations.
+def _reads(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
+    """What operations read in another layout than it has.
 
-    XLA's partitioner, which sees the layouts of operands and results alone, may gather activations
-    in place of parameters. Activations that several products of the forward read, or several of the
-    backward, are gathered once for all of these; the partitioner gathers them for each.
+    Those are the parameters that products gather, as XLA's partitioner, which sees the layouts of
+    operands and results alone, may gather activations in their place; and the activations that are
+    gathered or exchanged. Where several operations of the forward read one in the same layout, or
+    several of the backward, it is moved once for all of these; the partitioner moves it for each.
     """
     step = groups.step
     of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     uses: dict[tuple[int, Sharding, bool], list[tuple[int, int]]] = {}
     for i, operation in enumerate(step.operations):
-        if not operation.flops or any(t in step.places for t, _ in operation.results):
+        if operation.is_light or any(t in step.places for t, _ in operation.results):
             continue  # or inside of a loop
         own = groups.tie[groups.of_operation[i]]
         for t, position in operation.operands:
             if step.tensors[t].manual is not None or t in step.places:
                 continue
-            tie, is_gathered = groups.tie[groups.of_tensor[t]], False
+            tie, is_gathered, is_exchanged = groups.tie[groups.of_tensor[t]], False, False
             spec: list[tuple[int, ...]] = [() for _ in step.tensors[t].spec.shape]
             for axis in solution.order[tie]:
                 choice = solution.choices[axis]
                 need = _dim_of(groups, i, choice[own], operation.rule.operands[position])
-                is_split = choice[tie] != NONE and groups.dim_of(t, choice[tie]) is not None
-                is_gathered |= is_split and need is None
+                held = None if choice[tie] == NONE else groups.dim_of(t, choice[tie])
+                is_gathered |= held is not None and need is None
+                is_exchanged |= held is not None and need not in (None, held)
                 if need is not None:
                     spec[need] = (*spec[need], axis)
-            if not is_gathered:
-                continue
             sharding, use = Sharding.of(mesh, tuple(spec), len(spec)), (operation.node, position)
-            if groups.of_tensor[t] in of_state or operation.origin is None:
-                yield Read((use,), sharding)
-            else:
-                is_forward = operation.origin.phase is Phase.FORWARD
+            if groups.of_tensor[t] in of_state:
+                if is_gathered and operation.flops:
+                    yield Read((use,), sharding)
+            elif (is_gathered or is_exchanged) and step.makers[t] is not None:
+                origin = operation.origin
+                is_forward = origin is None or origin.phase is Phase.FORWARD
                 uses.setdefault((t, sharding, is_forward), []).append(use)
     for (_, sharding, _), of_pass in uses.items():
         yield Read(tuple(sorted(of_pass)), sharding)
