@@ -4,15 +4,20 @@ import copy
 
 import pytest
 import torch
-from auto_steps import chosen, training, words
+from auto_steps import chosen, groups_of, training, words
 
 import spmd_core as spmd
 from spmd_core.auto.candidates import Kind
-from spmd_core.auto.marked_graph import marked, positions
+from spmd_core.auto.costs import CostModel
+from spmd_core.auto.machine import Machine
+from spmd_core.auto.marked_graph import Read, marked, positions, shardings
+from spmd_core.auto.solve import solve
 from spmd_core.debugging import communication
 from spmd_core.metrics.flops import entry_flops
+from spmd_core.planner.topology import present
 from spmd_core.program.compilation import build
 from spmd_core.program.mark_names import MARK, MARK_SHARDING
+from spmd_core.sharding.sharding import Sharding
 
 pytestmark = pytest.mark.skipif("spmd.global_runtime_device_count() < 8")
 
@@ -105,6 +110,32 @@ def test_parameters_are_marked_whole_where_products_read_them():
     assert chosen(Kind.FSDP, mesh, read) == (True, {True})
     # What is whole is not marked.
     assert not chosen(Kind.DATA, mesh, lambda recorded, groups, found: found.reads)
+
+
+@pytest.mark.parametrize(("factor", "read_as"), [("columns", (None, None)), ("summed", (None, 0))])
+def test_what_products_read_in_another_layout_is_moved_once_for_all(factor, read_as):
+    """Activations split by rows are gathered, or exchanged for a split along what is summed."""
+    x = torch.ones(64, 16).to("xla") * 2
+    weights = [torch.ones(16, 32 * (i + 1)).to("xla") for i in range(3)]  # so that none are tied
+    groups = groups_of(*(x @ w for w in weights))
+    products = [i for i, one in enumerate(groups.step.operations) if one.flops]
+    t = groups.step.operations[products[0]].operands[0][0]
+    allowed = {groups.tie[groups.of_tensor[t]]: (groups.tensor_class[t, 0],)}
+    for i in products:
+        rows, columns = groups.step.operations[i].rule.operands[1]
+        chosen_factor = {"summed": rows, "columns": columns}[factor][0]
+        allowed[groups.tie[groups.of_operation[i]]] = (groups.factor_class[i, chosen_factor],)
+    mesh = spmd.Mesh(range(8), (8,))
+    solution = solve(CostModel(groups, (8,), Machine.of(present().devices)), allowed=[allowed])
+    found = shardings(groups, solution, mesh)
+    nodes = [groups.step.operations[i].node for i in products]
+    of_x = [read for read in found.reads if read.uses[0][1] == 0]
+    assert of_x == [Read(tuple((n, 0) for n in nodes), Sharding.of(mesh, read_as, 2))]
+    graph = marked(groups.step.recorded, found)
+    first = [n.inputs[0] for n in graph.nodes if entry_flops(n.entry)]
+    assert len(first) == 3 and len({*first}) == 1
+    made = [(node, i) for node in graph.nodes for i in range(len(node.entry.outs))]
+    assert made[first[0]][0].entry.sharding == of_x[0].sharding
 
 
 def test_features_and_parameters_over_two_axes_move_what_an_expert_would():

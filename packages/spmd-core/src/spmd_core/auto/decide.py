@@ -36,9 +36,9 @@ from spmd_core.sharding.mesh import Mesh
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
 # Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
-# operations and inputs in all, as lowering and propagation take about a millisecond for each. Of a
-# program with loops, whose operations are fewer than those that were recorded: so many.
-_MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_WITH_LOOPS = 10, 10_000, 7
+# operations and inputs in all, as lowering and propagation take about a millisecond for each. A
+# program with loops has fewer operations than were recorded.
+_MOST_PROPAGATED, _MOST_OPERATIONS = 10, 10_000
 # But of a program that is not longer than that so many: the best one, FSDP, and data parallelism.
 _LEAST_PROPAGATED = 3
 # Of these the first are the best ones of so many meshes: the model hardly tells these apart.
@@ -293,7 +293,7 @@ def _by_propagation(
     """The candidates in a better order: first those that Shardy has propagated, by their times."""
     found: list[Tried] = []
     with _planned_on(topology):
-        most = _MOST_WITH_LOOPS
+        most = _MOST_PROPAGATED
         if not propagation.has_loops:
             most = _most_propagated(propagation.num_operations)
         chosen = _diverse(made, most, meshes=max(1, min(_MESHES, most - 2)))
