@@ -1,10 +1,11 @@
-"""Splits a reduce-scatter over a TPU's torus into stages that libtpu compiles as reduce-scatters.
+"""Splits a reduce-scatter over all of a TPU slice into stages that libtpu compiles as such.
 
 libtpu 0.0.52 compiles a reduce-scatter, also jax's own `psum_scatter`, as an all-reduce and a slice
-if the devices of a group differ in three coordinates of the torus: each device then holds the
-whole sum. Where they differ in one or two, it scatters. So a scatter over an axis of a mesh that
-extends in three dims becomes one over the larger part of the axis and one over the rest, which
-together send the same bytes.
+if its groups are all devices of a slice, and the slice is a torus of three dims, or of two dims of
+equal size from 4 on (v4-16, v5e-16, v5e-64, v5p-128, v6e-256, but not v5e-32): each device then
+holds the whole sum, and sends twice as much. Over fewer devices it scatters. So such a scatter
+becomes one over the larger part of the axis and one over the rest, which together send the same
+bytes.
 
 GPT-2 4B over 8 TPU v4 then sends half of the bytes.
 """
@@ -22,7 +23,8 @@ from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 
 Groups = tuple[tuple[int, ...], ...]
-_MOST_DIMS = 2
+# From this size on a slice of two equal dims is compiled so.
+_LEAST_SIDE = 4
 
 
 def scatter(x: jax.Array, mesh: Mesh, axes: tuple[int, ...], dim: int) -> jax.Array:
@@ -55,16 +57,23 @@ def stages(mesh: Mesh, axes: tuple[int, ...]) -> tuple[Groups | None, ...]:
     """
     found = devices.all_devices()
     coords = [getattr(found[i], "coords", None) for i in mesh.ids]
-    if None in coords:
+    size = math.prod(mesh.mesh_shape[axis] for axis in axes)
+    slices = {getattr(x, "slice_index", None) for x in found}
+    if None in coords or size * len(slices) < len(found):
         return (None,)
     grid = np.array(coords).reshape(*mesh.mesh_shape, -1)
     along = np.moveaxis(grid, axes, range(len(axes)))
-    size = math.prod(mesh.mesh_shape[axis] for axis in axes)
     return _stages(along.reshape(size, -1, grid.shape[-1]))
 
 
 def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
-    """The same, of an array of coordinates: (position along the axes, other positions, dim).
+    """The same for positions that are all of a slice, by their coordinates.
+
+    Of the splits into two, that whose groups extend in the fewest dims, and of these that with the
+    largest first stage.
+
+    Args:
+        coords: of shape (position along the axes, other positions, dim).
 
     Example:
         >>> box = np.array([(x, y, z) for z in (0, 1) for y in (0, 1) for x in (0, 1)])
@@ -74,17 +83,19 @@ def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
         (None,)
     """
     size = len(coords)
-    if _num_dims(coords, range(size)) <= _MOST_DIMS:
+    sides = sorted(n for n in (len(np.unique(x)) for x in coords[:, 0].T) if n > 1)
+    is_square = len(sides) == 2 and sides[0] == sides[1] >= _LEAST_SIDE
+    if len(sides) < 3 and not is_square:
         return (None,)
+    splits = []
     for minor in range(2, size):
         if size % minor == 0:
             # Block number i of the result belongs to position i: the first stage gives a position
             # the part with the number i // minor, the second one i % minor of that part.
             first = tuple(tuple(range(start, size, minor)) for start in range(minor))
             second = tuple(tuple(range(start, start + minor)) for start in range(0, size, minor))
-            if all(_num_dims(coords, group) <= _MOST_DIMS for group in (*first, *second)):
-                return first, second
-    return (None,)
+            splits.append((first, second))
+    return min(splits, key=lambda x: max(_num_dims(coords, group) for group in (*x[0], *x[1])))
 
 
 def _num_dims(coords: np.ndarray, group: Sequence[int]) -> int:
