@@ -136,7 +136,7 @@ def test_what_is_chosen_is_compiled_once(monkeypatch):
     def train():
         spmd.use_spmd()
         with torch.device("xla"):
-            model, batch = words(vocabulary=512, width=256, inner=1024, depth=1, batch=16)
+            model, batch = words(vocabulary=512, width=256, inner=1024, batch=16)
         own = training(model.to("xla"), fused=True)
         spmd.sync()
         inputs = [x.to("xla") for x in batch]
