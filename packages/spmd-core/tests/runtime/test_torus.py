@@ -1,4 +1,4 @@
-"""runtime/torus.py: a reduce-scatter over all devices of a TPU slice."""
+"""runtime/torus.py: a reduce-scatter over an axis that libtpu would not compile as one."""
 
 import itertools
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def summed(parts, stages):
 )
 def test_each_position_gets_its_block_of_the_sum(shape, most_dims):
     coords = box(*shape)
-    stages = torus._stages(coords[:, None])
+    stages = torus._stages(coords[:, None], is_whole=True)
     assert len(stages) == 2
     for groups in stages:
         assert sorted(itertools.chain(*groups)) == list(range(len(coords)))
@@ -55,28 +55,59 @@ def test_each_position_gets_its_block_of_the_sum(shape, most_dims):
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 1), (2, 4, 1), (4, 8, 1)])
-def test_other_slices_scatter_at_once(shape):
-    assert torus._stages(box(*shape)[:, None]) == (None,)
+@pytest.mark.parametrize(
+    ("coords", "is_whole", "reason"),
+    [
+        (box(1, 1, 8), True, "a line"),
+        (box(2, 2, 1), True, "a small plane"),
+        (box(4, 8, 1), True, "a plane of unequal sides"),
+        (box(8, 8, 1), False, "a plane in a larger slice"),
+        # Every second step leaves the plane of the step before.
+        (np.array([(i % 2, i // 2 % 2, i % 3) for i in range(7)]), False, "no split"),
+    ],
+)
+def test_other_axes_scatter_at_once(coords, is_whole, reason):
+    assert torus._stages(coords[:, None], is_whole=is_whole) == (None,), reason
+
+
+def place(monkeypatch, coords, num_slices=1):
+    """Devices at these coordinates, in each slice."""
+    found = [
+        SimpleNamespace(coords=tuple(map(int, c)), slice_index=i)
+        for i in range(num_slices)
+        for c in coords
+    ]
+    monkeypatch.setattr(torus.devices, "all_devices", lambda: found)
+    torus.stages.cache_clear()
 
 
 @pytest.mark.one_device
-def test_a_part_of_a_slice_scatters_at_once(monkeypatch):
-    found = [SimpleNamespace(coords=tuple(map(int, c))) for c in box(2, 2, 4)]
-    monkeypatch.setattr(torus.devices, "all_devices", lambda: found)
-    torus.stages.cache_clear()
-    for shape in ((8, 2), (2, 8)):
-        mesh = spmd.Mesh(range(16), shape, ("fsdp", "tensor"))
-        assert torus.stages(mesh, (0,)) == torus.stages(mesh, (1,)) == (None,)
-        assert torus.stages(mesh, (0, 1))[1] == tuple((i, i + 1) for i in range(0, 16, 2))
-    # Of two slices, an axis that is all of one.
-    found = [SimpleNamespace(coords=x.coords, slice_index=i) for i in range(2) for x in found]
-    torus.stages.cache_clear()
-    mesh = spmd.Mesh(range(32), (2, 16), ("data", "fsdp"))
-    assert torus.stages(mesh, (0,)) == (None,) and len(torus.stages(mesh, (1,))) == 2
+def test_an_axis_of_several(monkeypatch):
+    place(monkeypatch, box(2, 2, 4))
+    mesh = spmd.Mesh(range(16), (8, 2), ("fsdp", "tensor"))
+    # Along fsdp, the coordinates y and z change; along tensor, x.
+    assert torus.stages(mesh, (0,)) == torus.stages(mesh, (1,)) == (None,)
+    mesh = spmd.Mesh(range(16), (2, 8), ("fsdp", "tensor"))
+    assert torus.stages(mesh, (0,)) == (None,)
+    assert torus.stages(mesh, (1,))[1] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert torus.stages(mesh, (0, 1))[1] == tuple((i, i + 1) for i in range(0, 16, 2))
     monkeypatch.undo()
     torus.stages.cache_clear()
     assert torus.stages(spmd.Mesh(range(1), (1,), ("x",)), (0,)) == (None,)  # a CPU has no place
+
+
+@pytest.mark.one_device
+def test_all_of_a_slice(monkeypatch):
+    place(monkeypatch, box(4, 4, 1))
+    mesh = spmd.Mesh(range(16), (16,), ("fsdp",))
+    assert torus.stages(mesh, (0,))[1] == tuple(tuple(range(i, i + 4)) for i in range(0, 16, 4))
+    place(monkeypatch, box(4, 4, 1), num_slices=2)
+    mesh = spmd.Mesh(range(32), (2, 16), ("data", "fsdp"))
+    assert torus.stages(mesh, (0,)) == (None,) and len(torus.stages(mesh, (1,))) == 2
+    place(monkeypatch, box(4, 8, 1))  # of which fsdp is a half
+    assert torus.stages(mesh, (1,)) == (None,)
+    monkeypatch.undo()
+    torus.stages.cache_clear()
 
 
 @pytest.mark.parametrize("batch", [("fsdp",), ("fsdp", "tensor")])

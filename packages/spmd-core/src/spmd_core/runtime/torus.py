@@ -1,15 +1,16 @@
-"""Splits a reduce-scatter over all of a TPU slice into stages that libtpu compiles as such.
+"""Splits a reduce-scatter over a TPU's torus into stages that libtpu compiles as reduce-scatters.
 
 libtpu 0.0.52 compiles a reduce-scatter, also jax's own `psum_scatter`, as an all-reduce and a slice
 if its groups are all devices of a slice, and the slice is a torus of three dims, or of two dims of
 equal size from 4 on (v4-16, v5e-16, v5e-64, v5p-128, v6e-256, but not v5e-32): each device then
-holds the whole sum, and sends twice as much. Over fewer devices it scatters. So such a scatter
-becomes one over the larger part of the axis and one over the rest, which together send the same
-bytes.
+holds the whole sum, and sends twice as much. Fewer devices that differ in three coordinates scatter
+what is padded, and permute. So a scatter over either becomes one over the larger part of the axis
+and one over the rest, which together send the bytes of one.
 
 GPT-2 4B over 8 TPU v4 then sends half of the bytes.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +24,8 @@ from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 
 Groups = tuple[tuple[int, ...], ...]
-# From this size on a slice of two equal dims is compiled so.
+_MOST_DIMS = 2
+# From this size on, of the two dims of a slice that are equal.
 _LEAST_SIDE = 4
 
 
@@ -59,33 +61,36 @@ def stages(mesh: Mesh, axes: tuple[int, ...]) -> tuple[Groups | None, ...]:
     coords = [getattr(found[i], "coords", None) for i in mesh.ids]
     size = math.prod(mesh.mesh_shape[axis] for axis in axes)
     slices = {getattr(x, "slice_index", None) for x in found}
-    if None in coords or size * len(slices) < len(found):
+    if None in coords:
         return (None,)
     grid = np.array(coords).reshape(*mesh.mesh_shape, -1)
     along = np.moveaxis(grid, axes, range(len(axes)))
-    return _stages(along.reshape(size, -1, grid.shape[-1]))
+    is_whole = size * len(slices) >= len(found)
+    return _stages(along.reshape(size, -1, grid.shape[-1]), is_whole=is_whole)
 
 
-def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
-    """The same for positions that are all of a slice, by their coordinates.
+def _stages(coords: np.ndarray, *, is_whole: bool) -> tuple[Groups | None, ...]:
+    """The same, by coordinates.
 
     Of the splits into two, that whose groups extend in the fewest dims, and of these that with the
     largest first stage.
 
     Args:
         coords: of shape (position along the axes, other positions, dim).
+        is_whole: whether the positions along the axes are all of a slice.
 
     Example:
         >>> box = np.array([(x, y, z) for z in (0, 1) for y in (0, 1) for x in (0, 1)])
-        >>> _stages(box[:, None])
+        >>> _stages(box[:, None], is_whole=True)
         (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
-        >>> _stages(box[:4, None])
+        >>> _stages(box[:4, None], is_whole=False)
         (None,)
     """
     size = len(coords)
-    sides = sorted(n for n in (len(np.unique(x)) for x in coords[:, 0].T) if n > 1)
+    sides = [n for n in (len(np.unique(x)) for x in coords[:, 0].T) if n > 1]
     is_square = len(sides) == 2 and sides[0] == sides[1] >= _LEAST_SIDE
-    if len(sides) < 3 and not is_square:
+    num_dims = _num_dims(coords, range(size))
+    if num_dims <= _MOST_DIMS and not (is_whole and is_square):
         return (None,)
     splits = []
     for minor in range(2, size):
@@ -95,7 +100,12 @@ def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
             first = tuple(tuple(range(start, size, minor)) for start in range(minor))
             second = tuple(tuple(range(start, start + minor)) for start in range(0, size, minor))
             splits.append((first, second))
-    return min(splits, key=lambda x: max(_num_dims(coords, group) for group in (*x[0], *x[1])))
+
+    def most_dims(split: tuple[Groups, Groups]) -> int:
+        return max(_num_dims(coords, group) for group in itertools.chain(*split))
+
+    best = min(splits, key=most_dims, default=None)
+    return (None,) if best is None or most_dims(best) >= num_dims else best
 
 
 def _num_dims(coords: np.ndarray, group: Sequence[int]) -> int:
