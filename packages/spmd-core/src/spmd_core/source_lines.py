@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -323,7 +323,20 @@ def _path(modules: Iterable[torch.nn.Module]) -> str:
 
 
 def _name_in(caller: torch.nn.Module, module: torch.nn.Module) -> str | None:
-    # Children first, as most calls are theirs. The call of a part of a ModuleList skips a level, as
-    # the list itself is not called.
-    parts = chain(caller.named_children(), caller.named_modules())
-    return next((name for name, part in parts if part is module), None)
+    """The name of a module in the one that calls it, the shortest; None if it is no part of it.
+
+    Most calls are of children, and those of a ModuleList's parts skip a level. So one level after
+    the other is looked at, not all parts of all layers before the one that is called.
+    """
+    level, seen = [("", caller)], {caller}
+    while level:
+        below = []
+        for prefix, part in level:
+            for name, child in part.named_children():
+                if child is module:
+                    return prefix + name
+                if child not in seen:
+                    seen.add(child)
+                    below.append((f"{prefix}{name}.", child))
+        level = below
+    return None

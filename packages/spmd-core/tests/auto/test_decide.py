@@ -55,8 +55,11 @@ def test_the_best_of_several_meshes_are_propagated():
 
 
 def test_of_a_long_program_the_best_is_propagated_with_what_experts_use():
-    counts = [decide._most_propagated(n) for n in (100, 1_500, 5_000, 10_000, 10_001)]
+    sizes = (100, 1_500, 5_000, 10_000, 10_001)
+    counts = [decide._most_propagated(n, in_loops=False) for n in sizes]
     assert counts == [10, 6, 3, 3, 0]
+    in_loops = [decide._most_propagated(n, in_loops=True) for n in (10_000, 25_000, 200_000)]
+    assert in_loops == [10, 6, 0]
     best, other = propagated(0, (8, 2), Kind.FREE, 1.0), propagated(1, (4, 4), Kind.FREE, 1.1)
     fsdp, data = propagated(2, (16,), Kind.FSDP, 1.5), propagated(3, (16,), Kind.DATA, 1.6)
     made = [best, other, fsdp, data]

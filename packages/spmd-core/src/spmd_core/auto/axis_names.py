@@ -27,15 +27,20 @@ def axis_names(groups: Groups, candidate: Candidate) -> tuple[str, ...]:
 
 def _name(groups: Groups, choice: Sequence[int]) -> str:
     step = groups.step
-    state = {groups.of_tensor[leaf] for leaf in step.updated}
     in_weights = elsewhere = 0
     for i, operation in enumerate(step.operations):
+        if not operation.flops:
+            continue
         c = choice[groups.tie[groups.of_operation[i]]]
         split = [f for f in operation.factors if groups.factor_class[i, f] == c]
-        if not split or not operation.flops:
+        if not split:
             continue
         of_weights = {
-            f for t, dims in operation.dims if groups.of_tensor[t] in state for d in dims for f in d
+            f
+            for t, dims in operation.dims
+            if groups.of_tensor[t] in groups.of_state
+            for d in dims
+            for f in d
         }
         if of_weights.isdisjoint(split):
             elsewhere += operation.flops

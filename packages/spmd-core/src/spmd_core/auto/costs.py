@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from spmd_core.auto.alive import alive
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.machine import Machine
 from spmd_core.auto.resharding import Held, Partial, Resharding
-from spmd_core.auto.shared import sharing, total
+from spmd_core.auto.shared import sharing
 from spmd_core.auto.step_graph import Operation
 from spmd_core.auto.work import Work
 
@@ -74,7 +74,7 @@ class CostModel:
         self.groups, self.mesh_shape, self.machine = groups, tuple(mesh_shape), machine
         crossing = machine.crossing(mesh_shape, self.ids)
         self._resharding = Resharding(self.mesh_shape, crossing, machine)
-        self._num_ties, self._shared = max(groups.tie) + 1, sharing(groups)
+        self._num_ties, self._shared = max(groups.tie) + 1, groups.once(sharing)
         self.num_elements = self._num_ties + len(self._shared.elements)
         first = {tie: groups.groups[number] for number, tie in reversed([*enumerate(groups.tie)])}
         # The classes that each element may choose, with the sizes along them.
@@ -82,37 +82,13 @@ class CostModel:
             {c: sizes for c, sizes in enumerate(first[tie].sizes) if c not in first[tie].fixed}
             for tie in range(self._num_ties)
         ] + [x.sizes for x in self._shared.elements]
-        kinds: dict[Hashable, list[int]] = {}
-        for i, operation in enumerate(groups.step.operations):
-            kinds.setdefault(self._kind(i, operation), []).append(i)
-        # One operation of each kind, and how often those of its kind run.
-        operations = groups.step.operations
-        self.operations = [
-            (same[0], sum(operations[i].times for i in same)) for same in kinds.values()
-        ]
+        self.operations = groups.once(_kinds)
         self._work = Work(groups, mesh_shape, machine)
         self._works: dict[Hashable, np.ndarray] = {}
         self._prices: dict[Hashable, np.ndarray] = {}
         self._wide: dict[int, int] = {}  # by gradient, as a product makes it
         self._known: dict[tuple[int, tuple[tuple[int, ...], ...]], AxisCosts] = {}
         self._rows: dict[tuple[int, tuple[tuple[int, ...], ...]], list[list[np.ndarray]]] = {}
-
-    def _kind(self, number: int, operation: Operation) -> Hashable:
-        """What decides an operation's costs: equal keys have the same."""
-        groups = self.groups
-        return (
-            groups.tie[groups.of_operation[number]],
-            id(operation.entry),
-            -1 if operation.entry.traits.by_item else operation.part,
-            tuple(
-                (
-                    groups.tie[groups.of_tensor[t]],
-                    id(groups.step.tensors[t].spec),
-                    self._shared.of.get((number, place)),
-                )
-                for place, (t, _) in enumerate(operation.dims)
-            ),
-        )
 
     def options(self, axis: int, choices: Sequence[Choice]) -> tuple[tuple[int, ...], ...]:
         """The classes of each element that an axis may split, given what the other axes split."""
@@ -301,10 +277,10 @@ class CostModel:
         """
         step = self.groups.step
         spec = step.tensors[tensor].spec
-        if not is_result or self.groups.of_tensor[tensor] not in self._state:
+        if not is_result or self.groups.of_tensor[tensor] not in self.groups.of_state:
             return spec.num_bytes
         if tensor not in self._wide:
-            gradient = step.tensors[total(step, tensor)[0]].spec
+            gradient = step.tensors[step.totals[tensor][0]].spec
             self._wide[tensor] = spec.num_elements * gradient.dtype.itemsize
         return self._wide[tensor]
 
@@ -357,7 +333,9 @@ class CostModel:
         needed = [None if i == axis else after(i, x[b]) for i, x in enumerate(choices)]
         sources = tuple(before(axis, c) for c in options[a])
         targets = tuple(after(axis, c) for c in options[b])
-        is_combined = self.groups.of_tensor[tensor] in self._state and num_bytes >= SMALL_BYTES
+        is_combined = (
+            self.groups.of_tensor[tensor] in self.groups.of_state and num_bytes >= SMALL_BYTES
+        )
         key = num_bytes, shape, axis, tuple(held), tuple(needed), sources, targets, is_combined
         if key not in self._prices:
             known: dict[tuple[Held, Held], float] = {}
@@ -370,11 +348,6 @@ class CostModel:
                 costs = np.maximum(0.0, costs - (1 - _COMBINED) * self.machine.latency_s)
             self._prices[key] = costs
         return self._prices[key]
-
-    @cached_property
-    def _state(self) -> frozenset[int]:
-        """The groups of parameters and of optimizer state."""
-        return frozenset(self.groups.of_tensor[leaf] for leaf in self.groups.step.updated)
 
     def _bytes(self, tensor: int, axis: int, choices: Sequence[Choice]) -> float:
         """The bytes of a tensor that a device has, without a split along this axis."""
@@ -429,7 +402,7 @@ class CostModel:
         """
         points = []
         groups = self.groups
-        for found in alive(groups):
+        for found in groups.once(alive):
             kinds: dict[Hashable, list[int]] = {}
             for t in found:
                 spec = groups.step.tensors[t].spec
@@ -439,6 +412,34 @@ class CostModel:
                 kinds.setdefault(key, []).append(t)
             points.append([(same[0], len(same)) for same in kinds.values()])
         return points
+
+
+def _kinds(groups: Groups) -> list[tuple[int, int]]:
+    """One operation of each kind, and how often those of its kind run in a step."""
+    operations, shared = groups.step.operations, groups.once(sharing).of
+    kinds: dict[Hashable, list[int]] = {}
+    for i, operation in enumerate(operations):
+        kinds.setdefault(_kind(groups, shared, i, operation), []).append(i)
+    return [(same[0], sum(operations[i].times for i in same)) for same in kinds.values()]
+
+
+def _kind(
+    groups: Groups, shared: Mapping[tuple[int, int], int], number: int, operation: Operation
+) -> Hashable:
+    """What decides an operation's costs: equal keys have the same."""
+    return (
+        groups.tie[groups.of_operation[number]],
+        id(operation.entry),
+        -1 if operation.entry.traits.by_item else operation.part,
+        tuple(
+            (
+                groups.tie[groups.of_tensor[t]],
+                id(groups.step.tensors[t].spec),
+                shared.get((number, place)),
+            )
+            for place, (t, _) in enumerate(operation.dims)
+        ),
+    )
 
 
 def _key(axis: int, choices: Sequence[Choice]) -> tuple[int, tuple[tuple[int, ...], ...]]:

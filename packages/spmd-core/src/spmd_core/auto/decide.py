@@ -36,9 +36,9 @@ from spmd_core.sharding.mesh import Mesh
 # The part of a device's memory for which the first candidates are made: the model is not exact.
 _MARGIN = 0.9
 # Candidates whose collectives are read after Shardy's propagation: at most so many, with so many
-# operations and inputs in all, as lowering and propagation take about a millisecond for each. A
-# program with loops has fewer operations than were recorded.
-_MOST_PROPAGATED, _MOST_OPERATIONS = 10, 10_000
+# operations and inputs in all, as lowering and propagation take about a millisecond for each; where
+# equal layers are loops, about a fifteenth of it.
+_MOST_PROPAGATED, _MOST_OPERATIONS, _MOST_IN_LOOPS = 10, 10_000, 150_000
 # But of a program that is not longer than that so many: the best one, FSDP, and data parallelism.
 _LEAST_PROPAGATED = 3
 # Of these the first are the best ones of so many meshes: the model hardly tells these apart.
@@ -293,9 +293,7 @@ def _by_propagation(
     """The candidates in a better order: first those that Shardy has propagated, by their times."""
     found: list[Tried] = []
     with _planned_on(topology):
-        most = _MOST_PROPAGATED
-        if not propagation.has_loops:
-            most = _most_propagated(propagation.num_operations)
+        most = _most_propagated(propagation.num_operations, in_loops=propagation.has_loops)
         chosen = _diverse(made, most, meshes=max(1, min(_MESHES, most - 2)))
         for i, one in enumerate(chosen, 1):
             report(f"propagating candidate {i} of {len(chosen)}: mesh {one.shardings.mesh_text}")
@@ -308,15 +306,16 @@ def _by_propagation(
     return [*found, *(x for x in made if x.candidate not in known)]
 
 
-def _most_propagated(num_operations: int) -> int:
+def _most_propagated(num_operations: int, *, in_loops: bool) -> int:
     """How many candidates of a program with so many operations and inputs are propagated.
 
     Candidates that are not propagated have the model's figures alone, which are lower than those
     of compiled programs, so that one that is propagated alone would not be compared with anything.
     """
-    if num_operations > _MOST_OPERATIONS:
+    budget = _MOST_IN_LOOPS if in_loops else _MOST_OPERATIONS
+    if num_operations > budget:
         return 0
-    most = min(_MOST_PROPAGATED, _MOST_OPERATIONS // num_operations)
+    most = min(_MOST_PROPAGATED, budget // num_operations)
     return max(_LEAST_PROPAGATED, most)
 
 

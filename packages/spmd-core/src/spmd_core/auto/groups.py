@@ -7,11 +7,14 @@ is a class of each group for each mesh axis. Groups that look alike, as those of
 do, are *tied*: they get the same choice.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from spmd_core.auto.step_graph import JoinEntry, Operation, StepGraph
+
+_T = TypeVar("_T")
 
 # How far around a group its surroundings must look alike for it to be tied to another one.
 _ROUNDS = 3
@@ -53,6 +56,14 @@ class Groups:
     tensor_class: dict[tuple[int, int], int]
     factor_class: dict[tuple[int, int], int]
     tie: tuple[int, ...]
+    _known: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, function: Callable[["Groups"], _T]) -> _T:
+        """What a function finds in these groups, the same for all meshes: it is called once."""
+        if function not in self._known:
+            self._known[function] = function(self)
+        found: _T = self._known[function]
+        return found
 
     def dim_of(self, tensor: int, group_class: int) -> int | None:
         """The dim of a tensor that a class of its group splits; None if it has none."""
@@ -61,6 +72,11 @@ class Groups:
     def factor_of(self, operation: int, group_class: int) -> int | None:
         """The factor of an operation that a class of its group splits; None if it has none."""
         return self._factors.get((operation, group_class))
+
+    @cached_property
+    def of_state(self) -> frozenset[int]:
+        """The groups of the leaves that the step replaces: parameters and state."""
+        return frozenset(self.of_tensor[leaf] for leaf in self.step.updated)
 
     @cached_property
     def _dims(self) -> dict[tuple[int, int], int]:

@@ -1,5 +1,6 @@
 """A recorded graph with the shardings of a choice: inputs, results, activations, gradients."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from spmd_core.auto.costs import NONE
 from spmd_core.auto.groups import Groups
 from spmd_core.auto.marked_loops import by_loop, mark, with_marks
 from spmd_core.auto.recorded_step import Markable
-from spmd_core.auto.shared import total
 from spmd_core.auto.solve import Solution
 from spmd_core.auto.step_graph import Place, updated
 from spmd_core.graph.placement import Placement
@@ -90,7 +90,11 @@ class Shardings:
         return ",".join(f"{name}={n}" for name, n in zip(names, self.mesh.mesh_shape))
 
 
-def sharding_of(groups: Groups, solution: Solution, mesh: Mesh, tensor: int) -> Sharding:
+# Makes a sharding of the axes that split each dim.
+_OfDims = Callable[[tuple[tuple[int, ...], ...]], Sharding]
+
+
+def _sharding_of(groups: Groups, solution: Solution, of_dims: _OfDims, tensor: int) -> Sharding:
     """The sharding that a solution gives a tensor."""
     tie = groups.tie[groups.of_tensor[tensor]]
     spec: list[tuple[int, ...]] = [() for _ in groups.step.tensors[tensor].spec.shape]
@@ -99,7 +103,7 @@ def sharding_of(groups: Groups, solution: Solution, mesh: Mesh, tensor: int) -> 
         dim = None if choice[tie] == NONE else groups.dim_of(tensor, choice[tie])
         if dim is not None:
             spec[dim] = (*spec[dim], axis)
-    return Sharding.of(mesh, tuple(spec), len(spec))
+    return of_dims(tuple(spec))
 
 
 def shardings(
@@ -113,16 +117,17 @@ def shardings(
         mesh: the mesh.
         markable: the tensors inside of the step that may be marked; None for all.
     """
+    of_dims = functools.cache(functools.partial(Sharding.of_dims, mesh))  # there are few
 
     def sharding(tensor: int) -> Sharding:
-        return sharding_of(groups, solution, mesh, tensor)
+        return _sharding_of(groups, solution, of_dims, tensor)
 
     leaves = [sharding(t) for t, x in enumerate(groups.step.tensors) if x.leaf is not None]
     reads: tuple[Read, ...] = ()
     over: dict[int, tuple[int, ...]] = {}
     if markable is None:
         marks, gradients, over = _anywhere(groups, solution, sharding)
-        reads = tuple(_reads(groups, solution, mesh))
+        reads = tuple(_reads(groups, solution, of_dims))
     else:
         for alike in markable.alike:
             ((most_common, _),) = Counter(leaves[i] for i in alike).most_common(1)
@@ -212,15 +217,14 @@ def _anywhere(
     step = groups.step
     marks, gradients = {}, set()
     over: dict[int, tuple[int, ...]] = {}
-    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for tensor in _to_mark(groups, solution):
         if step.tensors[tensor].spec.num_elements == 1 or step.tensors[tensor].manual is not None:
             continue
-        if groups.of_tensor[tensor] in of_state and _is_heavy_result(groups, tensor):
+        if groups.of_tensor[tensor] in groups.of_state and _is_heavy_result(groups, tensor):
             # Of a weight that is read twice, as an embedding's by the logits, each device adds its
             # parts of both gradients before these are summed over the devices.
             made, axes = step.tensors[tensor].spec.dtype, _summed_over(groups, solution, tensor)
-            tensor, is_sum = total(step, tensor)
+            tensor, is_sum = step.totals[tensor]
             is_cast = step.tensors[tensor].spec.dtype != made
             if sharding(tensor).is_replicated and not is_sum and not is_cast:
                 continue  # as the parameter is: there is one way to sum it
@@ -230,7 +234,7 @@ def _anywhere(
             # Of a whole total XLA adds up the devices' parts before it reduces them over the
             # devices, also behind casts. Of a split one it reduces each part that is cast.
             summed_over = _partial_axes(groups, solution, tensor)
-            tensor, _ = total(step, tensor)
+            tensor, _ = step.totals[tensor]
             marks[tensor] = _without(sharding(tensor), summed_over)
             continue
         marks[tensor] = sharding(tensor)
@@ -260,11 +264,15 @@ def _is_summed_for_state(groups: Groups, solution: Solution, tensor: int) -> boo
     if not _is_heavy_result(groups, tensor) or not _partial_axes(groups, solution, tensor):
         return False
     step = groups.step
-    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
-    found, is_sum = total(step, tensor)
+    found, is_sum = step.totals[tensor]
     made = [t for i in step.readers[found] for t, _ in step.operations[i].results]
     is_cast = step.tensors[found].spec.dtype != step.tensors[tensor].spec.dtype
-    return is_sum and is_cast and bool(made) and all(groups.of_tensor[t] in of_state for t in made)
+    return (
+        is_sum
+        and is_cast
+        and bool(made)
+        and all(groups.of_tensor[t] in groups.of_state for t in made)
+    )
 
 
 def _partial_axes(groups: Groups, solution: Solution, tensor: int) -> dict[int, int]:
@@ -286,8 +294,8 @@ def _partial_axes(groups: Groups, solution: Solution, tensor: int) -> dict[int, 
 
 def _without(sharding: Sharding, axes: Collection[int]) -> Sharding:
     """A sharding whose dims these axes do not split."""
-    spec = tuple(tuple(axis for axis in dim if axis not in axes) for dim in sharding.dims)
-    return Sharding.of(sharding.mesh, spec, len(spec))
+    spec = (tuple(axis for axis in dim if axis not in axes) for dim in sharding.dims)
+    return Sharding.of_dims(sharding.mesh, tuple(spec))
 
 
 def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
@@ -300,7 +308,6 @@ def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
     only stand between operations that passes and the compiler join.
     """
     step = groups.step
-    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     for i, operation in enumerate(step.operations):
         if operation.is_light:
             continue
@@ -314,7 +321,7 @@ def _to_mark(groups: Groups, solution: Solution) -> Iterator[int]:
             dims = operation.rule.results[position]
             if (
                 not agrees
-                or groups.of_tensor[t] in of_state
+                or groups.of_tensor[t] in groups.of_state
                 or not _is_read_as_held(groups, solution, i, t, dims)
             ):
                 yield t
@@ -334,7 +341,7 @@ def _is_read_as_held(
     return True
 
 
-def _reads(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
+def _reads(groups: Groups, solution: Solution, of_dims: _OfDims) -> Iterator[Read]:
     """What operations read in another layout than it has.
 
     Those are the parameters that products gather, as XLA's partitioner, which sees the layouts of
@@ -343,7 +350,6 @@ def _reads(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
     several of the backward, it is moved once for all of these; the partitioner moves it for each.
     """
     step = groups.step
-    of_state = {groups.of_tensor[leaf] for leaf in step.updated}
     uses: dict[tuple[int, Sharding, bool], list[tuple[int, int]]] = {}
     for i, operation in enumerate(step.operations):
         if operation.is_light or any(t in step.places for t, _ in operation.results):
@@ -362,8 +368,8 @@ def _reads(groups: Groups, solution: Solution, mesh: Mesh) -> Iterator[Read]:
                 is_exchanged |= held is not None and need not in (None, held)
                 if need is not None:
                     spec[need] = (*spec[need], axis)
-            sharding, use = Sharding.of(mesh, tuple(spec), len(spec)), (operation.node, position)
-            if groups.of_tensor[t] in of_state:
+            sharding, use = of_dims(tuple(spec)), (operation.node, position)
+            if groups.of_tensor[t] in groups.of_state:
                 if is_gathered and operation.flops:
                     yield Read((use,), sharding)
             elif (is_gathered or is_exchanged) and step.makers[t] is not None:

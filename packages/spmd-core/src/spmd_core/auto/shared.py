@@ -10,9 +10,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from spmd_core.auto.groups import Groups
-from spmd_core.auto.step_graph import StepGraph
-from spmd_core.ops.kernels.traits import Elements
-from spmd_core.program.mark_names import is_plain_addition
 from spmd_core.source_lines import Phase
 
 
@@ -87,7 +84,7 @@ def _key(groups: Groups, use: _Use, *, is_result: bool) -> Hashable:
     step = groups.step
     number, _, tensor = use
     if is_result:
-        return total(step, tensor)[0]
+        return step.totals[tensor][0]
     origin = step.operations[number].origin
     is_again = step.recomputes and origin is not None and origin.phase is not Phase.FORWARD
     return _viewed(groups, tensor), step.tensors[tensor].spec.dtype, is_again
@@ -127,39 +124,3 @@ def _viewed(groups: Groups, tensor: int) -> int:
         if viewed is None:
             return tensor
         tensor = viewed
-
-
-def total(step: StepGraph, tensor: int) -> tuple[int, bool]:
-    """The sum that a result is added up to with other results, or the last view of it.
-
-    Returns:
-        That tensor, and whether it is a sum.
-    """
-    is_sum, outputs = False, step.outputs
-    while True:
-        readers = step.readers[tensor]
-        if len(readers) != 1 or tensor in outputs:
-            return tensor, is_sum
-        operation = step.operations[readers[0]]
-        if len(operation.results) != 1 or not _adds(step, readers[0]):
-            return tensor, is_sum
-        is_sum |= operation.entry.traits.elements > Elements.PERMUTED
-        tensor = operation.results[0][0]
-
-
-def _adds(step: StepGraph, number: int) -> bool:
-    """Whether an operation is a view or a cast, or adds two results of products and the like."""
-    operation = step.operations[number]
-    if operation.entry.traits.elements <= Elements.PERMUTED:
-        return bool(operation.operands)
-    return is_plain_addition(operation.entry) and all(
-        _is_of_products(step, t) for t, _ in operation.operands
-    )
-
-
-def _is_of_products(step: StepGraph, tensor: int) -> bool:
-    """Whether a tensor is a result of products and the like, or of those, as `_adds` makes it."""
-    maker = step.makers[tensor]
-    if maker is None:
-        return False
-    return not step.operations[maker].is_light or _adds(step, maker)

@@ -15,6 +15,7 @@ from spmd_core.graph.subgraphs import SCAN, ControlEntry
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.dim_rules import DimRule, Dims
+from spmd_core.program.mark_names import is_plain_addition
 from spmd_core.program.program_graph import Leaf, RecordedGraph
 from spmd_core.sharding.sharding import Manual, Sharding
 from spmd_core.source_lines import Origin, Phase
@@ -198,6 +199,54 @@ class StepGraph:
             for t in dict.fromkeys(t for t, _ in operation.operands):
                 found[t].append(i)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def totals(self) -> tuple[tuple[int, bool], ...]:
+        """For each tensor the sum that it is added up to with other results, or its last view.
+
+        With each, whether it is a sum.
+        """
+        found: dict[int, tuple[int, bool]] = {}
+        for tensor in range(len(self.tensors)):
+            path: list[tuple[int, bool]] = []  # with whether the next one is a sum
+            while tensor not in found and (after := self._added_by(tensor)) is not None:
+                is_sum = self.operations[after].entry.traits.elements > Elements.PERMUTED
+                path.append((tensor, is_sum))
+                tensor = self.operations[after].results[0][0]
+            last, is_sum = found.setdefault(tensor, (tensor, False))
+            for t, is_added in reversed(path):
+                is_sum |= is_added
+                found[t] = last, is_sum
+        return tuple(found[t] for t in range(len(self.tensors)))
+
+    def _added_by(self, tensor: int) -> int | None:
+        """The operation that alone reads a tensor, and views it or adds it to others."""
+        readers = self.readers[tensor]
+        if len(readers) != 1 or tensor in self._returned:
+            return None
+        (number,) = readers
+        return number if len(self.operations[number].results) == 1 and self._adds[number] else None
+
+    @cached_property
+    def _returned(self) -> frozenset[int]:
+        return frozenset(self.outputs)
+
+    @cached_property
+    def _adds(self) -> tuple[bool, ...]:
+        """Whether each operation is a view or cast, or adds two results of products or the like."""
+        found: list[bool] = []
+        for operation in self.operations:
+            if operation.entry.traits.elements <= Elements.PERMUTED:
+                found.append(bool(operation.operands))
+                continue
+            makers = [self.makers[t] for t, _ in operation.operands]
+            found.append(
+                is_plain_addition(operation.entry)
+                and all(
+                    x is not None and (not self.operations[x].is_light or found[x]) for x in makers
+                )
+            )
+        return tuple(found)
 
     @cached_property
     def makers(self) -> tuple[int | None, ...]:

@@ -76,13 +76,13 @@ class Readers:
     def __init__(self, graph: Graph, runs: Runs) -> None:
         self.apart: dict[Run, dict[Local, set[int]]] = {run: {} for run in runs.all}
         for op in graph.ops:
-            where = runs.place(Ref(op))
+            where = runs.where(op)
             for position, value in enumerate(op.operands):
                 if where is None:
                     self._note(runs, value)
                     continue
-                reader, iteration, name = where
-                operand = reader.operands[name.position][position]
+                reader, iteration, place = where
+                operand = reader.operands[place][position]
                 is_first = isinstance(operand, Carried) and iteration == reader.low
                 if is_first or not isinstance(operand, (Local, Carried, Kept)):
                     self._note(runs, value)

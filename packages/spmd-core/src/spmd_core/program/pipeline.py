@@ -111,6 +111,8 @@ def _everywhere(rewrite: Pass, graph: Graph, target: Target) -> Graph:
         return graph
     bodies: dict[Op, tuple[Graph, ...]] = {}
     for op in graph.ops:
+        if not op.bodies:
+            continue
         rewritten = tuple(_everywhere(rewrite, body, target) for body in op.bodies)
         if any(new is not old for new, old in zip(rewritten, op.bodies)):
             bodies[op] = rewritten

@@ -46,11 +46,11 @@ class Loops:
 
     def is_kept(self, op: Op) -> bool:
         """Whether an operation of the old graph stays beside the loops."""
-        place = self.runs.place(Ref(op))
-        if place is None:
+        where = self.runs.where(op)
+        if where is None:
             return True
-        run, iteration, name = place
-        return iteration == run.low and self.kept.is_constant(run, name.position)
+        run, iteration, position = where
+        return iteration == run.low and self.kept.is_constant(run, position)
 
     def add(self, run: Run) -> None:
         """Adds the loop of a run, and the rows that are read apart."""

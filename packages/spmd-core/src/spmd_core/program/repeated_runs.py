@@ -130,15 +130,19 @@ class Runs:
         self.all: list[Run] = []
         self.left: dict[Repetition, str] = {}
         self._may_be_stacked = may_be_stacked
-        self._candidates = _candidates(graph)
+        self._candidates = _candidates(graph)  # with what passes at each position
         self._where: dict[Op, tuple[Run, int, int]] = {}
-        self._names: dict[Ref, list[tuple[Run, Local | Carried, int]]] = {}
+        self._carried: dict[Ref, list[tuple[Run, Carried, int]]] = {}
         # Of each value that is to be a row of a stack, the rows, and its index.
         self._rows: dict[Ref, tuple[tuple[Ref, ...], int]] = {}
 
     def op(self, run: Run, iteration: int, position: int) -> Op:
         """The operation of an iteration."""
         return self.ops[run.start + iteration * run.period + position]
+
+    def where(self, op: Op) -> tuple[Run, int, int] | None:
+        """The run, the iteration and the position in it of an operation; None if it is in none."""
+        return self._where.get(op)
 
     def place(self, value: Ref) -> tuple[Run, int, Local] | None:
         """The run and iteration that compute a value, and its name there."""
@@ -155,7 +159,7 @@ class Runs:
             bounds: the positions in the graph to which a run is restricted; to none if it is empty.
         """
         self.all, failed, end = [], [], 0
-        self._where, self._names, self._rows = {}, {}, {}
+        self._where, self._carried, self._rows = {}, {}, {}
         for repetition in self._chosen(bounds):
             assert end <= repetition.start
             run = self._analysed(repetition, bounds.get(repetition, (0, len(self.ops))))
@@ -180,7 +184,7 @@ class Runs:
         return sorted(chosen, key=lambda repetition: repetition.start)
 
     def _analysed(self, repetition: Repetition, bounds: tuple[int, int]) -> Run | None:
-        for start in _phases(self.ops, repetition):
+        for start in _phases(repetition, self._candidates[repetition]):
             period = repetition.period
             low = max(0, -(-(bounds[0] - start) // period))
             high = (min(repetition.end, bounds[1]) - start) // period
@@ -198,16 +202,12 @@ class Runs:
         """Makes the values of a run known to later ones."""
         for i in range(run.low, run.high):
             for k in range(run.period):
-                op = self.op(run, i, k)
-                self._where[op] = run, i, k
-                for value in op.results:
-                    named = run, Local(k, value.result), i
-                    self._names.setdefault(value, []).append(named)
+                self._where[self.op(run, i, k)] = run, i, k
         for carried in run.carried:
-            self._names.setdefault(carried.first, []).append((run, carried, run.low))
+            self._carried.setdefault(carried.first, []).append((run, carried, run.low))
             for i in range(run.low + 1, run.high):
                 value = Ref(self.op(run, i - 1, carried.position), carried.result)
-                self._names[value].append((run, carried, i))
+                self._carried.setdefault(value, []).append((run, carried, i))
         self.all.append(run)
 
     def _find_operands(self, run: Run) -> dict[Ref, tuple[tuple[Ref, ...], int]]:
@@ -242,7 +242,12 @@ class Runs:
 
     def named(self, value: Ref) -> list[tuple[Run, Local | Carried, int]]:
         """The names of a value in the runs so far, with the iteration that has it by this name."""
-        return self._names.get(value, [])
+        found: list[tuple[Run, Local | Carried, int]] = []
+        place = self.place(value)
+        if place is not None:
+            run, iteration, name = place
+            found.append((run, name, iteration))
+        return [*found, *self._carried.get(value, ())]
 
     def stack_of(
         self, values: tuple[Ref, ...], new: dict[Ref, tuple[tuple[Ref, ...], int]]
@@ -392,17 +397,14 @@ def _around(have: Sequence[bool], middle: int) -> int:
     return high - low
 
 
-def _candidates(graph: Graph) -> list[Repetition]:
+def _candidates(graph: Graph) -> dict[Repetition, list[int]]:
     """The repetitions of a graph in which something passes from each iteration to the next.
 
     Others, such as the updates of parameters by an optimizer, are no loops: their operations are
     merged (`passes/stacked_operations`).
     """
-    return [
-        repetition
-        for repetition in runs([*map(_identity, graph.ops)], LEAST)
-        if min(_passing(graph.ops, repetition))
-    ]
+    found = {x: _passing(graph.ops, x) for x in runs([*map(_identity, graph.ops)], LEAST)}
+    return {repetition: passing for repetition, passing in found.items() if min(passing)}
 
 
 def _identity(op: Op) -> Hashable:
@@ -420,23 +422,22 @@ def _passing(ops: Sequence[Op], repetition: Repetition) -> list[int]:
     They are those in the middle of the run, before the operation at the position.
     """
     first, last = repetition.start, repetition.end
+    made = {op: position for position, op in enumerate(ops[first:last])}
     last_read: dict[Ref, int] = {}
-    for position in range(first, last):
-        for value in ops[position].operands:
-            last_read[value] = position
+    for position, op in enumerate(ops[first:last]):
+        last_read |= dict.fromkeys(op.operands, position)
     change = [0] * (last - first + 1)
-    for position in range(first, last):
-        for value in ops[position].results:
-            if value in last_read:
-                change[position + 1 - first] += max(value.spec.num_bytes, 1)
-                change[last_read[value] + 1 - first] -= max(value.spec.num_bytes, 1)
+    for value, read in last_read.items():
+        if value.op in made:
+            size = max(value.spec.num_bytes, 1)
+            change[made[value.op] + 1] += size
+            change[read + 1] -= size
     middle = (last - first) // repetition.period // 2 * repetition.period
     return [*accumulate(change)][middle : middle + repetition.period]
 
 
-def _phases(ops: Sequence[Op], repetition: Repetition) -> list[int]:
+def _phases(repetition: Repetition, passing: Sequence[int]) -> list[int]:
     """The positions at which iteration 0 may begin, those where least passes before others."""
-    passing = _passing(ops, repetition)
     length = repetition.end - repetition.start
 
     def cost(phase: int) -> tuple[int, int, int]:
