@@ -234,19 +234,23 @@ class StepGraph:
     @cached_property
     def _adds(self) -> tuple[bool, ...]:
         """Whether each operation is a view or cast, or adds two results of products or the like."""
-        found: list[bool] = []
-        for operation in self.operations:
-            if operation.entry.traits.elements <= Elements.PERMUTED:
-                found.append(bool(operation.operands))
-                continue
-            makers = [self.makers[t] for t, _ in operation.operands]
-            found.append(
-                is_plain_addition(operation.entry)
-                and all(
-                    x is not None and (not self.operations[x].is_light or found[x]) for x in makers
-                )
-            )
-        return tuple(found)
+        found: dict[int, bool] = {}
+
+        def adds(number: int) -> bool:
+            if number not in found:
+                found[number] = False  # what a loop carries may be added to itself
+                operation = self.operations[number]
+                if operation.entry.traits.elements <= Elements.PERMUTED:
+                    found[number] = bool(operation.operands)
+                elif is_plain_addition(operation.entry):
+                    makers = [self.makers[t] for t, _ in operation.operands]
+                    found[number] = all(
+                        x is not None and (not self.operations[x].is_light or adds(x))
+                        for x in makers
+                    )
+            return found[number]
+
+        return tuple(map(adds, range(len(self.operations))))
 
     @cached_property
     def makers(self) -> tuple[int | None, ...]:
