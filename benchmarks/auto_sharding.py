@@ -17,7 +17,8 @@ A process searches and keeps the shardings. Then each turn of each sharding is a
 which trains one model, as a user's does: what else lies in a process's memory changes the times of
 its steps by more than two shardings differ. Of a sharding the process with the least median of its
 steps counts, as what else runs on the machine only adds to it. A manual sharding that by then takes
-far longer than the best manual one has no further processes.
+far longer than the best manual one has no further processes. With `--cache`, models that are
+finished are kept, so that a run that was stopped goes on with the rest.
 """
 
 import json
@@ -37,6 +38,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--size", default="small", help="of the models (default: small)")
     parser.add_argument("--processes", type=whole(), default=5, help="of a sharding (default 5)")
     parser.add_argument("--candidates", type=whole(), default=5, help="to compile (default 5)")
+    parser.add_argument("--cache", type=Path, help="keep finished models here, and find them")
     parser.add_argument("--only", choices=NAMES, help="measure this one; the script uses this")
     parser.add_argument("--strategy", help="with --only: these shardings; none searches")
     parser.add_argument("--json", type=Path, help="where --only writes its figures")
@@ -44,6 +46,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     args = parser.parse_args()
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -54,6 +57,7 @@ from tqdm import tqdm
 
 import spmd_core as spmd
 from benchmarks.auto_models import MODELS, mesh_of
+from benchmarks.environment import commit
 from spmd_core.auto.sharding_plan import ShardingPlan
 
 NUM_DEVICES = 8
@@ -148,6 +152,27 @@ def _candidates(plan: ShardingPlan) -> list[dict[str, Any]]:
     ]
 
 
+def _kept(name: str, progress: "tqdm[Any]") -> dict[str, Any]:
+    """A model's figures, with its commit and the load before: from `--cache`, or measured now."""
+    kept: Path | None = None
+    if args.cache is not None:
+        kept = args.cache / f"{name}-{args.size}-{args.candidates}-{args.processes}.json"
+        if kept.exists():
+            progress.update(_num_runs())
+            known: dict[str, Any] = json.loads(kept.read_text())
+            return known
+    found = {"load_before": os.getloadavg(), "commit": commit(), **_runs(name, progress)}
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+    return found
+
+
+def _num_runs() -> int:
+    """The number of processes for a model."""
+    return int(1 + args.processes * (1 + len(STRATEGIES)))
+
+
 def _runs(name: str, progress: "tqdm[Any]") -> dict[str, Any]:
     """A model's figures: those of its search, and of each sharding those of its processes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -235,9 +260,8 @@ def main() -> None:
             figures = measured(args.only, args.size, args.candidates, args.strategy)
         args.json.write_text(json.dumps(figures))
         return
-    runs = len(args.models) * (1 + args.processes * (1 + len(STRATEGIES)))
-    with tqdm(total=runs, desc="runs", disable=None) as progress:
-        found = {name: _runs(name, progress) for name in args.models}
+    with tqdm(total=len(args.models) * _num_runs(), desc="runs", disable=None) as progress:
+        found = {name: _kept(name, progress) for name in args.models}
     ratios = [_rate(x["cpu_s"]) for x in found.values()]
     better = sum(ratio > 1 for ratio in ratios) / len(ratios)
     tried = [x for one in found.values() for x in one["candidates"]]
@@ -279,6 +303,7 @@ def main() -> None:
         "What is modelled and compiled alone chooses candidates that take "
         f"{min(prefers):.2f} to {max(prefers):.2f} of the time of those that measuring chooses."
     )
+    notes.append(f"Measured at {', '.join(sorted({x['commit'] for x in found.values()}))}.")
     columns = [
         *("model", "mesh", "step", "best manual", "rate (of processes)", "peak", "its peak"),
         *("losses", "search", "with compilation"),
