@@ -105,3 +105,11 @@ def test_the_best_one_fits():
     both = [refused, small, fast]
     assert best_of(both, 9, "time") is fast and best_of(both, 8, "time") is small
     assert best_of(both, None, "memory") is small and best_of(both, 4, "time") is None
+
+
+def test_of_equal_times_the_least_memory_is_the_best():
+    fast, equal, slower = (
+        replace(tried(i, 1.0), program=program(1, 1, 1, peak_bytes=peak), seconds=seconds)
+        for i, (seconds, peak) in enumerate([(1.0, 9), (1.004, 5), (1.006, 1)])
+    )
+    assert best_of([fast, equal, slower], None, "time") is equal

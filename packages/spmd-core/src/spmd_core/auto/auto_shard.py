@@ -67,9 +67,10 @@ def auto_shard(
         topology: devices that need not exist, such as "v5p-128" (see `plan`). The plan is then for
             them, and nothing is marked.
         memory: the bytes of one device; by default those of the chip, and no limit on CPUs.
-        objective: "time" for the least time by the model and the compiled programs, "memory" for
-            the least memory, or "measured" for the least time on the devices: the programs of the
-            compiled candidates run up to 48 times each, on copies of the step's inputs.
+        objective: "time" for the least time by the model and the compiled programs, and of equal
+            times the least memory; "memory" for the least memory; or "measured" for the least time
+            on the devices: the programs of the compiled candidates run up to 48 times each, on
+            copies of the step's inputs.
         candidates: how many candidates to compile at most; 0 to trust the model. To be measured, up
             to two of them are compiled in a second form, with marks of modules' results.
         on_interrupt: what Ctrl-C does during the search. "raise": KeyboardInterrupt, and nothing

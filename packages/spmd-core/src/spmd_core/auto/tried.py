@@ -10,6 +10,10 @@ from spmd_core.auto.solve import Solution
 from spmd_core.planner.planned import ProgramPlan
 from spmd_core.program.program import Program
 
+# Of compiled programs whose modelled times differ by no more, relatively, the one of least memory
+# is the best: no roofline is as exact.
+_SAME = 0.005
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -86,13 +90,20 @@ def best_of(tried: Sequence[Tried], memory: int | None, objective: str) -> Tried
         for x in tried
         if x.program is not None and (memory is None or x.program.peak_bytes <= memory)
     ]
-    return min(fitting, key=lambda x: _rank(x, objective), default=None)
+    if objective != "memory":
+        least = min((_seconds(x) for x in fitting), default=0.0)
+        fitting = [x for x in fitting if _seconds(x) <= (1 + _SAME) * least]
+    return min(fitting, key=lambda x: (_peak(x), _seconds(x)), default=None)
 
 
-def _rank(one: Tried, objective: str) -> tuple[float, float]:
-    assert one.program is not None and one.seconds is not None
-    figures = (one.seconds, float(one.program.peak_bytes))
-    return (figures[1], figures[0]) if objective == "memory" else figures
+def _seconds(one: Tried) -> float:
+    assert one.seconds is not None
+    return one.seconds
+
+
+def _peak(one: Tried) -> int:
+    assert one.program is not None
+    return one.program.peak_bytes
 
 
 def hidden_work(solution: Solution, machine: Machine) -> float:
