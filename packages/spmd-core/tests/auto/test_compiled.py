@@ -30,6 +30,7 @@ class Compilations:
 
     def __init__(self):
         self.running, self.most, self.done, self.refused = set(), 0, set(), {}
+        self.are_large = False
 
     def __call__(self, lowered, topology, *, machine_code):
         assert not machine_code
@@ -39,6 +40,7 @@ class Compilations:
             is_done=lambda: lowered in self.done,
             result=lambda: self._result(lowered),
             end=lambda: self.running.discard(lowered),
+            is_large=self.are_large,
         )
 
     def _result(self, lowered):
@@ -84,6 +86,13 @@ def test_at_most_two_at_a_time_and_each_as_it_ends(compilations):
     assert not compilations.running
 
 
+def test_large_programs_are_compiled_one_by_one(compilations):
+    compilations.are_large = True
+    compilations.done |= {f"graph {i}" for i in range(3)}
+    assert [number for number, _ in all_of(3)] == [0, 1, 2]
+    assert compilations.most == 1
+
+
 def test_what_is_not_wanted_any_more_is_not_compiled(compilations):
     ended = []
     found = all_of(4, wanted=lambda i: i != 2 or not ended)
@@ -127,9 +136,9 @@ def test_what_is_chosen_is_compiled_once(monkeypatch):
     monkeypatch.setattr(mode, "_MOST_COMPILED", 2)
     started, begin = [], memory_program._Child.__init__
 
-    def counted(self, folder):
+    def counted(self, folder, **options):
         started.append(folder)
-        begin(self, folder)
+        begin(self, folder, **options)
 
     monkeypatch.setattr(memory_program._Child, "__init__", counted)
 

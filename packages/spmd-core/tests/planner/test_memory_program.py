@@ -165,6 +165,17 @@ def test_flags_of_the_cpus_compiler_are_not_handed_over(compile_by, tmp_path, mo
         memory_program._Child(tmp_path).wait()
 
 
+@pytest.mark.parametrize(("own", "arenas"), [(None, "1"), ("3", "3")])
+def test_a_large_programs_compiler_has_one_arena(own, arenas, compile_by, tmp_path, monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", own)
+    compile_by("import os; raise ValueError(os.environ.get('MALLOC_ARENA_MAX', 'no limit'))")
+    for saves_memory, said in ((True, arenas), (False, own or "no limit")):
+        with pytest.raises(spmd.errors.PlanError, match=f"'ValueError: {said}'"):
+            memory_program._Child(tmp_path, saves_memory=saves_memory).wait()
+
+
 def test_an_interruption_ends_the_process(compile_by, tmp_path):
     pid_file = tmp_path / "pid"
     compile_by(

@@ -1,4 +1,4 @@
-"""Compiles the programs of candidates for a topology: for absent TPUs two at a time."""
+"""Compiles the programs of candidates for a topology: for absent TPUs up to two at a time."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -18,7 +18,8 @@ from spmd_core.program.program import Program
 from spmd_core.program.program_graph import RecordedGraph
 
 # libtpu compiles most of the time in one thread (of 12.9 CPU-seconds of GPT-2 124M's step at most
-# 2.1 ran beside others), so two compilations use two cores. Each takes the memory of a process.
+# 2.1 ran beside others), so two compilations use two cores. Each takes the memory of a process, so
+# large ones run one by one.
 _AT_A_TIME = 2
 _POLL_S = 0.02
 
@@ -35,7 +36,8 @@ def compiled(
     """What each program takes on one device, as it is known. Call it inside `abstract.planning`.
 
     The graphs are lowered here, one after another. For absent TPUs processes of their own compile
-    them, at most two at a time; they end if the iterator does, by an interruption or otherwise.
+    them, at most two at a time, and large ones one by one; they end if the iterator does, by an
+    interruption or otherwise.
 
     Args:
         graphs: give the programs.
@@ -55,7 +57,7 @@ def compiled(
     with ExitStack() as ends:
         running: list[_Running] = []
         while True:
-            while len(running) < _AT_A_TIME and (i := next(waiting, None)) is not None:
+            while _has_room(running) and (i := next(waiting, None)) is not None:
                 starting(i)
                 running.append(_Running(i, graphs[i](), topology, names, ends))
             if not running:
@@ -121,6 +123,11 @@ class _Running:
         )
         self._start(next(self._making))
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the compiler takes gigabytes of the host's memory."""
+        return self._compilation.is_large
+
     def is_done(self) -> bool:
         """Whether `figures` need not wait for the compiler."""
         return self._compilation.is_done()
@@ -152,6 +159,11 @@ class _Running:
     def _start(self, lowered: Lowered) -> None:
         self._compilation = Compilation(lowered, self._topology, machine_code=False)
         self._ends.callback(self._compilation.end)
+
+
+def _has_room(running: Sequence[_Running]) -> bool:
+    """Whether another compilation may run beside these, which are programs of one step."""
+    return len(running) < _AT_A_TIME and not any(x.is_large for x in running)
 
 
 def _name(number: int) -> str:
