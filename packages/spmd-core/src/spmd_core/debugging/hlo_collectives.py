@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -99,6 +100,7 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
     found: list[CollectiveInstruction] = []
     fused, begun = _fused(computations), set[str]()
     for name, instructions in computations.items():
+        readers = _Readers(instructions)
         for instruction in instructions.values() if counts[name] != 0 else ():
             if instruction.opcode in _OPCODES:
                 channel = _CHANNEL.search(instruction.attributes)
@@ -106,12 +108,40 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
                     if channel["id"] in begun:
                         continue
                     begun.add(channel["id"])
-                made = _collective(instruction, instructions, counts[name], num_devices)
+                made = _collective(instruction, readers, counts[name], num_devices)
                 scatters = name.startswith(_SCATTERED)
                 found.append(_scattered(made, instructions) if scatters else made)
             elif instruction.opcode == "send" and _TRANSFER.search(instruction.attributes):
-                found.append(_transfer(instruction, instructions, counts[name]))
+                found.append(_transfer(instruction, readers, counts[name]))
     return tuple(found)
+
+
+class _Readers:
+    """Which instructions read which, in the order of the text.
+
+    Args:
+        computation: the instructions.
+    """
+
+    def __init__(self, computation: dict[str, Instruction]) -> None:
+        self.computation = computation
+
+    @cached_property
+    def _of(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.computation.values():
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return found
+
+    def of(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The readers of an instruction; for an asynchronous start, those of its end."""
+        for other in self._of.get(instruction.name, ()):
+            is_part = instruction.opcode == "recv-done" and other.opcode == "get-tuple-element"
+            if other.opcode.endswith("-done") or is_part:
+                yield from self.of(other)
+            else:
+                yield other
 
 
 def _fused(computations: dict[str, dict[str, Instruction]]) -> set[str]:
@@ -125,22 +155,20 @@ def _fused(computations: dict[str, dict[str, Instruction]]) -> set[str]:
     }
 
 
-def _transfer(
-    send: Instruction, computation: dict[str, Instruction], count: int | None
-) -> CollectiveInstruction:
+def _transfer(send: Instruction, readers: _Readers, count: int | None) -> CollectiveInstruction:
     """A collective between TPU slices, from its `send` and the `recv` of the same name."""
     named = _TRANSFER.search(send.attributes)
     assert named is not None
     received = [
         other
-        for other in computation.values()
+        for other in readers.computation.values()
         if other.opcode == "recv" and _rendezvous(other) == _rendezvous(send)
     ]
     # Their types are (array, context, token).
     result_bytes = sum(num_bytes(split(other.type[1:-1])[0]) for other in received)
     rest = send.attributes.partition(_TARGET)[2]
     target = rest[: closing(rest, 0) + 1] if rest.startswith("{") else split(rest)[0]
-    names = [name for one in (send, *received) for name in _op_names(one, computation)]
+    names = [name for one in (send, *received) for name in _op_names(one, readers)]
     return CollectiveInstruction(
         send.name,
         _TRANSFERS.get(named["type"], named["type"].lower().replace("_", "-")),
@@ -170,12 +198,9 @@ def _scattered(
 
 
 def _collective(
-    instruction: Instruction,
-    computation: dict[str, Instruction],
-    count: int | None,
-    num_devices: int,
+    instruction: Instruction, readers: _Readers, count: int | None, num_devices: int
 ) -> CollectiveInstruction:
-    result = instruction.type
+    result, computation = instruction.type, readers.computation
     if instruction.opcode in _STARTS_WITH_OPERANDS:
         result = split(result[1:-1])[1]
     kind = _OPCODES[instruction.opcode]
@@ -195,40 +220,27 @@ def _collective(
         groups,
         groups_text,
         count,
-        tuple(_op_names(instruction, computation)),
+        tuple(_op_names(instruction, readers)),
     )
 
 
-def _op_names(instruction: Instruction, computation: dict[str, Instruction]) -> Iterator[str]:
+def _op_names(instruction: Instruction, readers: _Readers) -> Iterator[str]:
     """The first names with `::` among the instruction's, its readers' and its operands'.
 
     A name without `::` is that of an argument or of the compiler, not of a torch operation. A
     gather that the partitioner inserted has the name of its operand in jaxlib 0.12, and that of its
     reader in 0.10; so readers come first.
     """
-    readers = list(_readers(instruction, computation))
+    behind, computation = list(readers.of(instruction)), readers.computation
     read = [computation[name] for name in instruction.operands if name in computation]
-    order = [[instruction], readers, read]
+    order = [[instruction], behind, read]
     if instruction.opcode.startswith("all-gather") and _BY_PARTITIONER in instruction.attributes:
-        order = [readers, [instruction], read]
+        order = [behind, [instruction], read]
     for candidates in order:
         names = list(dict.fromkeys(c.op_name for c in candidates if "::" in c.op_name))
         if names:
             yield from names
             return
-
-
-def _readers(
-    instruction: Instruction, computation: dict[str, Instruction]
-) -> Iterator[Instruction]:
-    """The readers of an instruction; for an asynchronous start, those of its end."""
-    for other in computation.values():
-        if instruction.name in other.operands:
-            is_part = instruction.opcode == "recv-done" and other.opcode == "get-tuple-element"
-            if other.opcode.endswith("-done") or is_part:
-                yield from _readers(other, computation)
-            else:
-                yield other
 
 
 def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, str]:

@@ -19,6 +19,7 @@ _CALLED = re.compile(
     r"\b(?P<role>to_apply|calls|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)="
 )
+_BRACKET, _BRACKET_OR_COMMA = re.compile(r"[()\[\]{}]"), re.compile(r"[()\[\]{},]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -110,10 +111,10 @@ def _instruction(line: str) -> Instruction | None:
 def closing(text: str, opened: int) -> int:
     """The position of the bracket that closes the one at `opened`."""
     depth = 0
-    for i in range(opened, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
+    for found in _BRACKET.finditer(text, opened):
+        depth += 1 if found[0] in "([{" else -1
         if depth == 0:
-            return i
+            return found.start()
     return len(text) - 1
 
 
@@ -121,11 +122,12 @@ def split(text: str) -> list[str]:
     """The parts between the commas outside of all brackets, without XLA's comments."""
     parts, depth, start = [], 0, 0
     text = re.sub(r"/\*.*?\*/", "", text)
-    for i, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
+    for found in _BRACKET_OR_COMMA.finditer(text):
+        if found[0] != ",":
+            depth += 1 if found[0] in "([{" else -1
+        elif depth == 0:
+            parts.append(text[start : found.start()].strip())
+            start = found.end()
     return [part for part in [*parts, text[start:].strip()] if part]
 
 
