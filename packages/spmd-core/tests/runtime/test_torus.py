@@ -1,5 +1,6 @@
-"""runtime/torus.py: a reduce-scatter over an axis that libtpu would not compile as one."""
+"""runtime/torus.py: collectives over an axis that libtpu would not compile as what they are."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -78,7 +79,37 @@ def place(monkeypatch, coords, num_slices=1):
         for c in coords
     ]
     monkeypatch.setattr(torus.devices, "all_devices", lambda: found)
+    clear()
+
+
+def clear():
     torus.stages.cache_clear()
+    torus.gather_stages.cache_clear()
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize(
+    ("shape", "num_stages"), [((4, 4, 4), 2), ((4, 4, 8), 2), ((2, 4, 4), 1), ((8, 8, 1), 1)]
+)
+def test_gathers_over_all_of_a_torus(shape, num_stages, monkeypatch):
+    coords = box(*shape)
+    place(monkeypatch, coords)
+    size = len(coords)
+    whole = torus.gather_stages(spmd.Mesh(range(size), (size,), ("fsdp",)), (0,))
+    assert len(whole) == num_stages
+    part = spmd.Mesh(range(size), (2, size // 2), ("data", "fsdp"))
+    assert torus.gather_stages(part, (1,)) == (None,)
+    held = [[i] for i in range(size)]
+    for groups in whole:
+        after = list(held)
+        for group in groups or (tuple(range(size)),):
+            for position in group:
+                after[position] = [block for p in group for block in held[p]]
+        held = after
+    assert held == [list(range(size))] * size
+    monkeypatch.undo()
+    clear()
+    assert torus.gather_stages(spmd.Mesh(range(1), (1,), ("x",)), (0,)) == (None,)
 
 
 @pytest.mark.one_device
@@ -92,7 +123,7 @@ def test_an_axis_of_several(monkeypatch):
     assert torus.stages(mesh, (1,))[1] == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert torus.stages(mesh, (0, 1))[1] == tuple((i, i + 1) for i in range(0, 16, 2))
     monkeypatch.undo()
-    torus.stages.cache_clear()
+    clear()
     assert torus.stages(spmd.Mesh(range(1), (1,), ("x",)), (0,)) == (None,)  # a CPU has no place
 
 
@@ -107,7 +138,7 @@ def test_all_of_a_slice(monkeypatch):
     place(monkeypatch, box(4, 8, 1))  # of which fsdp is a half
     assert torus.stages(mesh, (1,)) == (None,)
     monkeypatch.undo()
-    torus.stages.cache_clear()
+    clear()
 
 
 @pytest.mark.parametrize("batch", [("fsdp",), ("fsdp", "tensor")])
@@ -144,3 +175,39 @@ def test_gradients_that_are_scattered_in_stages(
     model(x).sin().sum().backward()
     for got, right in zip(ours.parameters(), model.parameters()):
         torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_marks_that_gather_in_stages(shape, dim, num_devices, monkeypatch):
+    if num_devices != 8:
+        pytest.skip("two stages need four devices along an axis")
+    product = functools.partial(torch.einsum, "bi,...oi->b...o")
+    mesh = spmd.Mesh(range(8), shape, ("data", "fsdp")[-len(shape) :])
+    size, split = shape[-1], (len(shape) - 1,)
+    half = size // 2
+    first = tuple((2 * i, 2 * i + 1) for i in range(half))
+    second = tuple(tuple(range(start, size, 2)) for start in range(2))
+    monkeypatch.setattr(
+        torus, "gather_stages", lambda _, axes: (first, second) if axes == split else (None,)
+    )
+    outer = (3,) * dim
+    spec = (*[None] * dim, "fsdp", None)
+    weight, other, x = torch.randn(*outer, 24, 16), torch.randn(*outer, 13, 16), torch.randn(8, 16)
+    ours, odd = (
+        spmd.mark_sharding(w.to("xla").requires_grad_(), mesh, spec) for w in (weight, other)
+    )
+    batch = spmd.mark_sharding(x.to("xla"), mesh, ("fsdp", None))
+    made = [product(batch, spmd.constrain(w, mesh, (None,) * w.ndim)) for w in (ours, odd)]
+    (made[0].sin().sum() + made[1].cos().sum()).backward()
+    spmd.sync()
+    text = compile_cache.newest().lowered.stage.as_text()
+    # Of both: 13 rows over four or eight devices are padded, which only the partitioner gathers.
+    assert text.count("stablehlo.all_gather") == 2
+    right = [w.clone().requires_grad_() for w in (weight, other)]
+    expected = [product(x, w) for w in right]
+    (expected[0].sin().sum() + expected[1].cos().sum()).backward()
+    for got, value in zip(made, expected):
+        torch.testing.assert_close(got.cpu(), value, rtol=1e-5, atol=1e-5)
+    for got, value in zip((ours, odd), right):
+        torch.testing.assert_close(got.grad.cpu(), value.grad, rtol=1e-5, atol=1e-5)

@@ -127,6 +127,7 @@ class _Reader:
         }
         self._found: dict[tuple[str, bool], tuple[int, float, float]] = {}
         self._seen: set[tuple[Any, str]] = set()
+        self._regions: set[tuple[Any, str]] = set()
         self._main = self._functions["main"].regions[0].blocks[0]
 
     def read(self) -> tuple[Moved, ...]:
@@ -139,6 +140,12 @@ class _Reader:
     def _block(self, block: Any, times: int) -> None:
         for view in block.operations:
             operation = view.operation
+            if operation.name == "sdy.manual_computation":
+                # XLA computes equal ones of the same values once, as gathers in stages are.
+                region = (tuple(operation.operands), str(operation.regions[0].blocks[0]))
+                if region in self._regions:
+                    continue
+                self._regions.add(region)
             if operation.name in _KINDS:
                 self._inserted(operation, times)
             elif "replica_groups" in operation.attributes:

@@ -27,6 +27,7 @@ from spmd_core.program.passes.row_writes import row_writes
 from spmd_core.program.passes.stacked_operations import stacked_operations
 from spmd_core.program.passes.stored_results import stored_results
 from spmd_core.program.passes.transposed_weights import transposed_weights
+from spmd_core.program.passes.whole_gathers import whole_gathers
 from spmd_core.program.target import Target
 
 # A pass returns the graph that it got if there is nothing to change.
@@ -51,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     refined_marks,
     fused_projections,
     column_gathers,
+    whole_gathers,
     # Order: when values are computed.
     recorded_order,
     paced_gradients,
