@@ -54,6 +54,15 @@ def test_the_best_of_several_meshes_are_propagated():
     assert decide._diverse([best, turned, other, plain], 3, meshes=2) == [best, other, plain]
 
 
+def test_what_is_near_to_the_best_takes_the_place_of_what_is_not_worth_it():
+    best, near = propagated(0, (8, 2), Kind.FREE, 1.0), propagated(1, (2, 8), Kind.FREE, 1.019)
+    far = propagated(2, (4, 4), Kind.FREE, 1.03)
+    fsdp, data = propagated(3, (16,), Kind.FSDP, 1.2), propagated(4, (16,), Kind.DATA, 1.4)
+    made = [best, near, far, fsdp, data]
+    assert decide._to_compile(made, 3, "time") == [best, fsdp, data, near]
+    assert decide._to_compile(made, 3, "memory") == [best, fsdp, data]
+
+
 def test_of_a_long_program_the_best_is_propagated_with_what_experts_use():
     sizes = (100, 1_500, 5_000, 10_000, 10_001)
     counts = [decide._most_propagated(n, in_loops=False) for n in sizes]

@@ -1,5 +1,6 @@
 """runtime/torus.py: collectives over an axis that libtpu would not compile as what they are."""
 
+import copy
 import functools
 import itertools
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.modules.fully_shard import fully_shard
 from spmd_core.program import compile_cache
 from spmd_core.runtime import torus
 
@@ -211,3 +213,20 @@ def test_marks_that_gather_in_stages(shape, dim, num_devices, monkeypatch):
         torch.testing.assert_close(got.cpu(), value, rtol=1e-5, atol=1e-5)
     for got, value in zip((ours, odd), right):
         torch.testing.assert_close(got.grad.cpu(), value.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_fully_shard_gathers_in_stages(num_devices, monkeypatch):
+    if num_devices != 8:
+        pytest.skip("two stages need four devices along an axis")
+    mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+    first = tuple((2 * i, 2 * i + 1) for i in range(4))
+    second = tuple(tuple(range(start, 8, 2)) for start in range(2))
+    monkeypatch.setattr(torus, "gather_stages", lambda _, axes: (first, second))
+    model, x = nn.Linear(16, 24, bias=False), torch.randn(8, 16)
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).sin().sum().backward()
+    spmd.sync()
+    text = compile_cache.newest().lowered.stage.as_text()
+    assert text.count("stablehlo.all_gather") == 2 * 2  # in the forward, and again in the backward
+    model(x).sin().sum().backward()
+    torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-5, atol=1e-5)

@@ -55,6 +55,9 @@ _BOTH_FORMS = 2
 # not compiled: a compilation takes minutes, and what XLA does afterwards changes times by less. The
 # model also counts traffic of memory that the roofline of a whole program hides.
 _WORTH = 1.5
+# In the place of candidates that are not compiled, as what was compiled before is better, come
+# those whose time after propagation is within so much of the least.
+_NEAR = 1.02
 # How often the search begins again with less memory, as no compiled candidate fits.
 _MOST_ROUNDS = 5
 
@@ -112,19 +115,20 @@ def decide(
             return made
         if not number:
             made = progress.made = _by_propagation(propagation, made, topology, report)
-        worth = _worth_compiling(made) if objective == "time" else made
-        chosen = made[:most] if number else _diverse(worth, most)
+        chosen = made[:most] if number else _to_compile(made, most, objective)
         left = [x for x in made if x not in chosen]
-        form = propagation.needed_form
+        form, count = propagation.needed_form, most
         if objective == "measured":
             chosen, form = _in_both_forms(propagation, chosen, topology), lambda one: one
+            count = len(chosen)
         progress.made = [*chosen, *left]
 
         def is_wanted(one: Tried) -> bool:
             best = best_of(tried, memory, objective) if objective == "time" else None
             return may_be_better(one, best)
 
-        _compile(groups, chosen, topology, machine, names, report, progress, is_wanted, form, loops)
+        rest = (names, report, progress, is_wanted, form, loops)
+        _compile(groups, chosen, count, topology, machine, *rest)
         compiled_ones = {x.candidate for x in tried}
         left = [*(x for x in chosen if x.candidate not in compiled_ones), *left]
         best = best_of(tried, memory, objective)
@@ -197,6 +201,22 @@ def _diverse(made: Sequence[Tried], most: int, *, meshes: int = 1) -> list[Tried
     for one in made:
         add(one)
     return chosen[:most]
+
+
+def _to_compile(made: Sequence[Tried], most: int, objective: str) -> list[Tried]:
+    """The candidates to compile, in this order, until so many were: for the time maybe more.
+
+    Those are near to the least propagated time, and take the places of others that turn out not to
+    be worth it.
+    """
+    if objective != "time":
+        return _diverse(made, most)
+    worth = _worth_compiling(made)
+    diverse = _diverse(worth, len(worth))
+    times = [x.propagated_s for x in diverse if x.propagated_s is not None]
+    near = _NEAR * min(times, default=0.0)
+    others = [x for x in diverse[most:] if x.propagated_s is not None and x.propagated_s <= near]
+    return [*diverse[:most], *others]
 
 
 def _worth_compiling(made: Sequence[Tried]) -> list[Tried]:
@@ -341,6 +361,7 @@ def _has_loops(step: StepGraph) -> bool:
 def _compile(
     groups: Groups,
     chosen: list[Tried],
+    most: int,
     topology: Topology,
     machine: Machine,
     names: Mapping[Storage, str],
@@ -350,7 +371,7 @@ def _compile(
     form: Callable[[Tried], Tried],
     loops: LoopedStep,
 ) -> None:
-    """Adds the candidates with the figures of their programs to those that were tried.
+    """Adds up to `most` candidates with the figures of their programs to those that were tried.
 
     Before each compilation `is_wanted` says whether it is worth it after those that have ended,
     and `form` gives what to compile, which takes the candidate's place in `chosen`.
@@ -361,17 +382,19 @@ def _compile(
     """
     recorded, programs = groups.step.recorded, progress.programs
     made: dict[int, Tried] = {}
-    before = list(progress.tried)
+    before, started = list(progress.tried), 0
 
     def starting(i: int) -> None:
+        nonlocal started
+        started += 1
         one = chosen[i]
         chosen[i] = form(one)
         progress.made = [chosen[i] if x is one else x for x in progress.made]
         mesh = chosen[i].shardings.mesh_text
-        report(f"compiling candidate {i + 1} of {len(chosen)}: mesh {mesh}")
+        report(f"compiling candidate {started} of {min(most, len(chosen))}: mesh {mesh}")
 
     def wanted(i: int) -> bool:
-        return is_wanted(chosen[i])
+        return started < most and is_wanted(chosen[i])
 
     def keep(i: int, program: Program) -> None:
         assert programs is not None
