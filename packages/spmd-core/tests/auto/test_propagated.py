@@ -150,6 +150,38 @@ def test_what_is_read(body, expected):
         assert list(reader.read()) == expected
 
 
+# A manual region that gathers the rows of %a, as those of gathers in stages do.
+REGION = """%NAME = sdy.manual_computation(%OPERAND)
+    in_shardings=[<@mesh, [{"y"}, {}]>] out_shardings=[<@mesh, [{}, {}]>]
+    manual_axes={"x", "y"} (%part: tensor<4x8xf32>) {
+  %whole = "stablehlo.all_gather"(%part) <{all_gather_dim = 0 : i64,
+    replica_groups = dense<[[0, 1, 2, 3], [4, 5, 6, 7]]> : tensor<2x4xi64>}>
+    : (tensor<4x8xf32>) -> tensor<16x8xf32>
+  sdy.return %whole : tensor<16x8xf32>
+} : (tensor<16x8xf32>) -> tensor<16x8xf32>"""
+
+
+@pytest.mark.parametrize(
+    ("second", "times"),
+    [
+        (REGION.replace("OPERAND", "a"), 1),
+        (REGION.replace("OPERAND", "other"), 2),
+        (REGION.replace("OPERAND", "a").replace("[4, 5, 6, 7]", "[7, 6, 5, 4]"), 2),
+    ],
+    ids=["equal", "of another value", "another gather"],
+)
+def test_equal_regions_of_one_value_count_once(second, times):
+    first = REGION.replace("OPERAND", "a").replace("NAME", "first")
+    # The operation in between shifts the numbers of the values that follow.
+    body = f"%other = stablehlo.negate %a : tensor<16x8xf32>\n{first}\n"
+    body += second.replace("NAME", "r")
+    with jax._src.interpreters.mlir.make_ir_context():
+        module = _ir.Module.parse(MODULE.replace("BODY", body))
+        reader = _Reader(module, {"x": 2, "y": 4}, {"x": True, "y": False}, np.zeros(8, int))
+        expected = Moved("all-gather", False, times, times * BYTES * 3 / 4)
+        assert list(reader.read()) == [expected]
+
+
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_which_layers_are_a_loop(is_recomputed, monkeypatch):
     model, example = words()

@@ -127,7 +127,7 @@ class _Reader:
         }
         self._found: dict[tuple[str, bool], tuple[int, float, float]] = {}
         self._seen: set[tuple[Any, str]] = set()
-        self._regions: set[tuple[Any, str]] = set()
+        self._regions: dict[tuple[Any, ...], list[Any]] = {}
         self._main = self._functions["main"].regions[0].blocks[0]
 
     def read(self) -> tuple[Moved, ...]:
@@ -140,12 +140,8 @@ class _Reader:
     def _block(self, block: Any, times: int) -> None:
         for view in block.operations:
             operation = view.operation
-            if operation.name == "sdy.manual_computation":
-                # XLA computes equal ones of the same values once, as gathers in stages are.
-                region = (tuple(operation.operands), str(operation.regions[0].blocks[0]))
-                if region in self._regions:
-                    continue
-                self._regions.add(region)
+            if operation.name == "sdy.manual_computation" and self._is_computed_already(operation):
+                continue
             if operation.name in _KINDS:
                 self._inserted(operation, times)
             elif "replica_groups" in operation.attributes:
@@ -157,6 +153,18 @@ class _Reader:
             for region in operation.regions:
                 for inner in region.blocks:
                     self._block(inner, inside)
+
+    def _is_computed_already(self, region: Any) -> bool:
+        """Whether a manual region is the same, of the same values, as one that was read.
+
+        XLA computes such regions once, as gathers in stages are.
+        """
+        # Texts take long: only where the operands are the same.
+        others = self._regions.setdefault(tuple(region.operands), [])
+        if any(_text(other) == _text(region) for other in others):
+            return True
+        others.append(region)
+        return False
 
     def _inserted(self, operation: Any, times: int) -> None:
         """A collective of Shardy's, between whole tensors."""
@@ -218,6 +226,12 @@ class _Reader:
         """The axes that an attribute names, with the sizes of the parts of them that it means."""
         found = _AXIS.findall(str(attribute).partition("replicated=")[0])
         return [(a, int(part or self._sizes[a])) for a, part in found]
+
+
+def _text(operation: Any) -> str:
+    """An operation without the names that depend on where it stands in the module."""
+    text: str = operation.get_asm(use_local_scope=True)
+    return text
 
 
 def _num_bytes(kind: Any) -> float:
