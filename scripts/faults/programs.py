@@ -322,6 +322,24 @@ FAULTS = (
         "value.reduced = set() | (",
     ),
     Fault(
+        "spmd_core/program/passes/whole_gathers.py",
+        "a mark that splits another dim gathers the whole tensor in stages",
+        "before is None or axes_of_mark(op, dim) or any(",
+        "before is None or any(",
+    ),
+    Fault(
+        "spmd_core/program/passes/whole_gathers.py",
+        "rows that devices do not divide are gathered in stages",
+        "        if size % math.prod(mesh.mesh_shape[axis] for axis in axes):\n            return None\n",
+        "",
+    ),
+    Fault(
+        "spmd_core/runtime/torus.py",
+        "the stages of a gather have the order of those of a scatter",
+        "is_whole=is_whole)[::-1] if is_summed",
+        "is_whole=is_whole) if is_summed",
+    ),
+    Fault(
         "spmd_core/program/passes/refined_marks.py",
         "a mark goes that a coarser one follows",
         "axes[: len(first)] == first",

@@ -215,6 +215,20 @@ def test_marks_that_gather_in_stages(shape, dim, num_devices, monkeypatch):
         torch.testing.assert_close(got.grad.cpu(), value.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mark_that_moves_a_split_gathers_nothing(num_devices, monkeypatch):
+    if num_devices != 8:
+        pytest.skip("two stages need four devices along an axis")
+    mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+    first, second = (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)))
+    monkeypatch.setattr(torus, "gather_stages", lambda _, axes: (first, second))
+    x = torch.randn(16, 24)
+    rows = spmd.mark_sharding(x.to("xla"), mesh, ("fsdp", None))
+    columns = spmd.constrain(rows, mesh, (None, "fsdp")).sin()
+    torch.testing.assert_close(columns.cpu(), x.sin())
+    text = compile_cache.newest().lowered.stage.as_text()
+    assert "stablehlo.sine" in text and "stablehlo.all_gather" not in text
+
+
 def test_fully_shard_gathers_in_stages(num_devices, monkeypatch):
     if num_devices != 8:
         pytest.skip("two stages need four devices along an axis")
