@@ -35,17 +35,28 @@ from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.traits import COMPUTED, Traits
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value", "float32"], meta_fields=["kind"]
+)
 @dataclass(frozen=True)
 class Number:
-    """A Python number as an input of the program.
+    """A Python number as an input of the program. It is a tree of arrays.
 
-    `value` is a 0-dim array (float64, int64, bool or complex128), `kind` its Python type.
+    Attributes:
+        value: a 0-dim array: float64, int64, bool or complex128.
+        kind: its Python type.
+        float32: the same number in float32, where the program has it already; None where it has
+            not.
     """
 
     value: jax.Array
     kind: type
+    float32: jax.Array | None = None
 
     def astype(self, dtype: np.dtype) -> jax.Array:
+        """The number in a dtype, as jax converts it."""
+        if self.float32 is not None and dtype == np.float32:
+            return self.float32
         return self.value.astype(dtype)
 
 

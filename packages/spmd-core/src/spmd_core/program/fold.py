@@ -51,6 +51,8 @@ class Scalars:
         counters = {kind: itertools.count() for kind in present}
         self._places = [(kind, next(counters[kind])) for kind in packed_kinds]
         self._read: dict[int, registry.Number] = {}
+        self._floats: jax.Array | None = None
+        self._in_float32: dict[int, registry.Number] = {}
 
     def __getitem__(self, position: int) -> registry.Number:
         # A number is sliced from its array when the first operation reads it.
@@ -59,6 +61,22 @@ class Scalars:
             value = jax.lax.index_in_dim(self._arrays[kind], place, keepdims=False)
             self._read[position] = self._number(value, position)
         return self._read[position]
+
+    def in_float32(self, position: int) -> registry.Number:
+        """A number that, if it is an int, is in float32, too.
+
+        All ints of the program are converted at once. A TPU has no int64: XLA converts one by 37
+        operations, whether it is one number or an array of them.
+        """
+        if self._kinds[position] is not int:
+            return self[position]
+        if position not in self._in_float32:
+            if self._floats is None:
+                self._floats = self._arrays[int].astype(np.float32)
+            place = self._places[position][1]
+            value = jax.lax.index_in_dim(self._floats, place, keepdims=False)
+            self._in_float32[position] = replace(self[position], float32=value)
+        return self._in_float32[position]
 
     def rows(self, positions: tuple[int, ...]) -> registry.Number:
         """Numbers of one type as one array."""
@@ -128,7 +146,7 @@ class Fold:
         for op in graph.ops:
             interrupts.raise_deferred()
             inputs = [values[operand] for operand in op.operands]
-            numbers = [_number(scalars, position) for position in op.scalars]
+            numbers = self._numbers(scalars, op)
             results: Sequence[jax.Array]
             with named(op.source):
                 if op.bodies:
@@ -139,6 +157,18 @@ class Fold:
             _check(op, results)
             values.update(zip(op.results, results))
         return [*found, *(values[check] for check in graph.checked)]
+
+    def _numbers(
+        self, scalars: "Scalars | Sequence[registry.Number]", op: Op
+    ) -> list[registry.Number]:
+        """The scalar inputs of an operation; of one on stacks, some may have one for each row."""
+        in_float32 = self._target.platform == "tpu" and _computes_floats(op)
+        return [
+            scalars.in_float32(position)
+            if in_float32 and isinstance(scalars, Scalars) and isinstance(position, int)
+            else _number(scalars, position)
+            for position in op.scalars
+        ]
 
     def _controlled(
         self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
@@ -271,15 +301,12 @@ class Fold:
         what = entry, context.hint
         if what in self._without_rules:
             return kernel(context, inputs, numbers)
-        kinds = [number.kind for number in numbers]
 
         def function(arguments: tuple[Any, Any, Any]) -> Sequence[jax.Array]:
-            arrays, values, key = arguments
-            typed = [registry.Number(x, kind) for x, kind in zip(values, kinds)]
-            inner = replace(context, key=key)
-            return kernel(inner, arrays, typed)
+            arrays, given, key = arguments
+            return kernel(replace(context, key=key), arrays, given)
 
-        arguments = (inputs, [number.value for number in numbers], context.key)
+        arguments = (inputs, numbers, context.key)
         keeps_nan = not entry.traits.passes_nan_on
         is_users = entry.name.startswith("jax::")
         splits = replace(splits, keeps_nan=keeps_nan, is_users=is_users)
@@ -411,6 +438,12 @@ def _number(scalars: "Scalars | Sequence[registry.Number]", position: Position) 
         return scalars.rows(position)
     numbers = [scalars[i] for i in position]
     return registry.Number(jnp.stack([x.value for x in numbers]), numbers[0].kind)
+
+
+def _computes_floats(op: Op) -> bool:
+    """Whether an operation may read its ints as floats: not as a seed, for instance."""
+    outs = op.entry.outs
+    return not op.entry.random and bool(outs) and outs[0].dtype.is_floating_point
 
 
 def _has_checks(body: Graph) -> bool:

@@ -71,11 +71,11 @@ class SharedKernels:
         what = _what(op)
         if self._counts[what] < 2:
             return kernel(arrays, numbers)
-        arguments = [*arrays, *(number.value for number in numbers)]
+        arguments, tree = jax.tree.flatten((arrays, numbers))
         # Types of equal shapes may differ in being weak.
-        key = what, len(arrays), tuple(jax.typeof(x) for x in arguments)
+        key = what, tree, tuple(jax.typeof(x) for x in arguments)
         if key not in self._traced:
-            self._traced[key] = _trace(kernel, len(arrays), numbers, arguments)
+            self._traced[key] = _trace(kernel, tree, arguments)
         traced = self._traced[key]
         return kernel(arrays, numbers) if traced is None else traced(arguments)
 
@@ -93,14 +93,19 @@ def _what(op: Op) -> Hashable:
 
 
 def _trace(
-    kernel: Kernel, num_arrays: int, numbers: Sequence[Number], arguments: Sequence[jax.Array]
+    kernel: Kernel, tree: jax.tree_util.PyTreeDef, arguments: Sequence[jax.Array]
 ) -> _Traced | None:
-    """The kernel for arguments of these types; None if this jax does not trace it as expected."""
-    kinds = [number.kind for number in numbers]
+    """The kernel for arguments of these types; None if this jax does not trace it as expected.
+
+    Args:
+        kernel: the kernel.
+        tree: of its arrays and numbers.
+        arguments: the leaves of that tree.
+    """
 
     def function(*values: jax.Array) -> Sequence[jax.Array]:
-        typed = [Number(value, kind) for value, kind in zip(values[num_arrays:], kinds)]
-        return kernel([*values[:num_arrays]], typed)
+        arrays, numbers = tree.unflatten(values)
+        return kernel(arrays, numbers)
 
     closed = jax.make_jaxpr(jax.jit(function))(*arguments)
     position = {x: i for i, x in enumerate(closed.jaxpr.invars)}
