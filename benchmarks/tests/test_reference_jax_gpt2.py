@@ -28,10 +28,17 @@ def torch_steps(num_steps: int, *, dtype: torch.dtype) -> tuple[nn.Module, dict[
     """The recipe's model, its initial values, and losses and norms of steps in eager torch.
 
     The model's gradients are those of the first step, clipped.
+
+    Args:
+        num_steps: how many steps.
+        dtype: bfloat16 for autocast; float64 for values without rounding of their own, as that of
+            float32 grows by Adam to 6e-6 in a weight.
     """
     torch.manual_seed(0)
     model = build_model(TINY, vocab_size=256, dropout=0.0)
     initial = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    if dtype is torch.float64:
+        model.double()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -43,7 +50,8 @@ def torch_steps(num_steps: int, *, dtype: torch.dtype) -> tuple[nn.Module, dict[
     for _ in range(num_steps):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
             logits = model(x_BT).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), y_BT.flatten())
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            loss = F.cross_entropy(logits.to(wide).flatten(0, 1), y_BT.flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         first = first or [p.grad for p in model.parameters()]
@@ -88,7 +96,7 @@ def jax_steps(
 def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
     if fsdp * tensor > jax.device_count():
         pytest.skip(f"needs {fsdp * tensor} devices; this run has {jax.device_count()}")
-    model, initial, expected = torch_steps(3, dtype=torch.float32)
+    model, initial, expected = torch_steps(3, dtype=torch.float64)
     setup = program.Setup(
         TINY, fsdp, tensor, batch=8 // fsdp, recomputes=recomputes, dtype=jnp.float32
     )

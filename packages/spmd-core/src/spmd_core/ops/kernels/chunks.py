@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 
 # Large enough that sending a chunk takes longer than its latency, and small beside a model. Values
-# of more than eight such chunks belong to larger models, and have larger chunks: with 64 MiB, the
-# gradients of Llama 70B's layers over 64 devices are 4,200 chunks, two thirds of the operations that
-# XLA fuses.
+# of more than eight such chunks belong to larger models, and have larger chunks: of 64 MiB, the
+# gradients of Llama 70B's layers over 64 devices would be 4,200 chunks, with two thirds of all
+# operations that XLA fuses.
 LARGEST_BYTES = 64 << 20
 _MOST = 8
 REGISTER = 128
