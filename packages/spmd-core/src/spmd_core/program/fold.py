@@ -63,7 +63,7 @@ class Scalars:
         return self._read[position]
 
     def in_float32(self, position: int) -> registry.Number:
-        """A number that, if it is an int, is in float32, too.
+        """A number, with its value in float32 beside it if it is an int.
 
         All ints of the program are converted at once. A TPU has no int64: XLA converts one by 37
         operations, whether it is one number or an array of them.
